@@ -104,7 +104,7 @@ class EvalSet:
         """The first `n` items of every family, order kept. `n` beyond the end keeps all; below 1 is an error."""
         if n < 1:
             raise ValueError(f"head({n}): at least one item per family is needed")
-        taken = dict.fromkeys(FAMILIES, 0)
+        taken: dict[str, int] = dict.fromkeys(FAMILIES, 0)
         kept = []
         for item in self.items:
             if taken[item.family] < n:

@@ -21,7 +21,8 @@ class ItemScore:
     """One item under one config. Rows of two configs are paired by `item_id`.
 
     `score` is the task metric in [0, 1]; `exact` is 1.0 where the argmax hits every token of answers[0] under teacher
-    forcing; `nll` is nats per answer token of answers[0]; `kl` (nats) and `top1` compare with the full cache at the
+    forcing; `nll` is nats per answer token of answers[0] (NaN is allowed in form `generate` only, where nothing is
+    forced); `kl` (nats) and `top1` compare with the full cache at the
     answer positions and are None where the row is the full cache itself. Bytes are those of the cache right after the
     context: measured over storages, predicted by the config, and what 16-bit storage would take.
     """
@@ -60,7 +61,7 @@ class ItemScore:
         for name, value in (("score", self.score), ("exact", self.exact), ("token_accuracy", self.token_accuracy)):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"item {self.item_id}: {name}={value} must lie in [0, 1]")
-        if not math.isfinite(self.nll):
+        if self.form != "generate" and not math.isfinite(self.nll):
             raise ValueError(f"item {self.item_id}: nll={self.nll} is not finite; the logits are broken")
 
 
