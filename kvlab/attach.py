@@ -1,0 +1,319 @@
+"""Put kvlab's attention on a model and take it off without a trace; decide by facts and a dry run whether it fits."""
+
+import itertools
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from kvlab.cache import Handle, KVCache, Mode, SeamError
+from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.kernels.attend import attend_reference
+
+NAME = "kvlab"
+# What models pass along that changes nothing here. Anything else that is set is refused, not ignored.
+_HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "num_items_in_batch",
+    "is_causal",
+    "position_embeddings",
+}
+
+
+class UnsupportedModelError(ValueError):
+    """kvlab cannot compress this model's cache; the message says why."""
+
+
+def _scale(module: torch.nn.Module, query: Tensor, scaling: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls for every attention layer while kvlab is attached.
+
+    With a handle, packed attention over that layer's rows; without one, plain dense attention. Takes [B, H, Q, D],
+    returns [B, Q, H, E]. Raises SeamError for arguments it would have to ignore.
+    """
+    handle = Handle.of(key, kwargs)
+    strange = [k for k, v in kwargs.items() if v is not None and v is not False and k not in _HARMLESS]
+    if strange or dropout or kwargs.get("output_attentions"):
+        what = strange or (["dropout"] if dropout else ["output_attentions"])
+        raise SeamError(f"{type(module).__name__} passes {what} to attention, which a compressed cache cannot honour")
+    scale = _scale(module, query, scaling)
+    if handle is None:
+        return _dense(module, query, key, value, attention_mask, scale, softcap, s_aux, sliding_window), None
+    if sliding_window is not None:
+        raise SeamError(f"{type(module).__name__} slides a window over a layer that was to be compressed whole")
+    valid = None
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise SeamError(
+                f"a compressed cache takes a 2-D padding mask [rows, tokens], got shape {tuple(attention_mask.shape)}"
+            )
+        valid = attention_mask[:, -query.shape[2] :].bool()
+        _check_history(handle, attention_mask[:, : -query.shape[2]])
+    return handle.attend(query, key, value, scale, valid, softcap, s_aux).transpose(1, 2), None
+
+
+def _check_history(handle: Handle, past: Tensor) -> None:
+    """Tokens that entered the cache cannot be masked out later, nor can padding be unmasked."""
+    for b, row in enumerate(handle.layer.rows):
+        if row.seen != int(past[b].sum()):
+            raise SeamError(
+                f"row {b} of the cache has taken {row.seen} tokens, but the mask now counts {int(past[b].sum())} "
+                "before the new ones: a mask must keep its past"
+            )
+
+
+def _dense(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention of layers kvlab does not store: sliding ones, and any under a cache that is not ours."""
+    if mask is None or mask.ndim == 2:
+        mask = _causal(q, k, mask, sliding_window)
+    if softcap is None and s_aux is None:
+        # Expanded by hand: a bool mask with grouped heads must not depend on which SDPA backend is picked.
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=scale, is_causal=False)[0]
+    allowed = mask.expand(q.shape[0], -1, -1, -1)[:, 0] if mask is not None else [None] * q.shape[0]
+    rows = [attend_reference(q[b], k[b], v[b], scale, allowed[b], softcap, s_aux) for b in range(q.shape[0])]
+    return torch.stack(rows).transpose(1, 2).contiguous()
+
+
+def _causal(q: Tensor, k: Tensor, padding: Tensor | None, window: int | None) -> Tensor:
+    """Bool [B or 1, 1, Q, T], True where a key may be read, for queries that are the last Q of T tokens."""
+    at = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device).unsqueeze(1)
+    key_at = torch.arange(k.shape[2], device=q.device)
+    allowed = key_at <= at
+    if window is not None:
+        allowed = allowed & (key_at > at - window)
+    if padding is None:
+        return allowed[None, None]
+    # A padding query may read itself: a row without any key would be NaN.
+    return (allowed & padding[:, None, -k.shape[2] :].bool() | (key_at == at)).unsqueeze(1)
+
+
+def attention_mask(
+    *args: Any,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    kv_offset: Any = 0,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What attention gets as its mask: the 2-D padding mask itself for plain causal layers, else SDPA's 4-D mask."""
+    if mask_function is causal_mask_function and local_size is None and kv_offset == 0:
+        return attention_mask
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(
+        *args,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        kv_offset=kv_offset,
+        **kwargs,
+    )
+
+
+class Plan(NamedTuple):
+    """How a model's cache will be served."""
+
+    mode: Literal["packed", "dense", "refuse"]
+    reason: str
+    compressed: tuple[int, ...]  # layers kvlab stores
+    stock: tuple[int, ...]  # layers that keep transformers' own cache
+
+    @property
+    def stackable(self) -> bool:
+        return self.mode == "packed" and not self.stock
+
+
+class Attachment:
+    """A model with kvlab's attention on it. A context manager; `detach` may also be called by hand."""
+
+    def __init__(self, model: PreTrainedModel, config: KVConfig, mode: Mode) -> None:
+        self.model, self.config, self.mode = model, config, mode
+        self._before = str(model.config._attn_implementation)
+        self._registered = NAME in AttentionInterface._global_mapping
+        self.attached = False
+        if mode == "packed":
+            AttentionInterface.register(NAME, attention)
+            AttentionMaskInterface.register(NAME, attention_mask)
+            try:
+                model.set_attn_implementation(NAME)
+            except BaseException:
+                self._unregister()
+                raise
+        self.attached = True
+
+    def cache(self, config: KVConfig | None = None) -> KVCache:
+        """A fresh, empty cache, by default of the attached config."""
+        if not self.attached:
+            raise RuntimeError("detached: attach the model again to make caches for it")
+        return KVCache(config or self.config, self.model.config.get_text_config(decoder=True), self.mode)
+
+    def detach(self) -> None:
+        """Restore the model's own attention; doing so twice is harmless."""
+        if not self.attached:
+            return
+        self.attached = False
+        if self.mode == "packed":
+            self.model.set_attn_implementation(self._before)
+            self._unregister()
+
+    def _unregister(self) -> None:
+        # An attachment around this one still needs the names.
+        if not self._registered:
+            AttentionInterface._global_mapping.pop(NAME, None)
+            AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def attach(model: PreTrainedModel, config: KVConfig | None = None, *, plan: Plan | None = None) -> Attachment:
+    """Run `model` under `config` (raw by default). Use as `with attach(model, config) as kv: ... kv.cache()`.
+
+    Raises UnsupportedModelError when the model's cache cannot be compressed, ValueError when the config does not fit
+    its heads; both before any text is processed. `plan` skips the dry run.
+    """
+    config = config or KVConfig()
+    plan = plan or make_plan(model)
+    if plan.mode == "refuse":
+        raise UnsupportedModelError(f"{type(model).__name__}: {plan.reason}")
+    if plan.mode == "dense" and config.budget.evicts:
+        raise UnsupportedModelError(f"{type(model).__name__}: no eviction in dense mode ({plan.reason})")
+    config.check(shape_of(model))
+    return Attachment(model, config, "dense" if plan.mode == "dense" else "packed")
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Heads, head dims and dtype of each layer that has a K/V cache, from a two-token forward of the model itself."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with torch.no_grad():
+        model(input_ids=_probe_ids(model, 1, 2), use_cache=True, **{cache_kwarg(): cache})
+    layers = []
+    for layer in cache.layers:
+        k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if k is None or v is None:
+            raise UnsupportedModelError(f"{type(model).__name__}: {type(layer).__name__} holds no K/V of its own")
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        layers.append(LayerShape(k.shape[1], k.shape[3], v.shape[3], window))
+    return ModelShape(tuple(layers), model.dtype)
+
+
+def cache_kwarg() -> str:
+    """The forward argument that takes a cache: `cache` from transformers 5.24 on, `past_key_values` before."""
+    import transformers
+
+    major, minor = (int(x) for x in transformers.__version__.split(".")[:2])
+    return "cache" if (major, minor) >= (5, 24) else "past_key_values"
+
+
+def _probe_ids(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return (torch.arange(rows * tokens, device=model.device) * 7 % (vocabulary - 1) + 1).view(rows, tokens)
+
+
+def make_plan(model: PreTrainedModel) -> Plan:
+    """Packed, dense or refuse: by the facts of the model's cache layers and a two-step dry run, never by its name.
+
+    The dry run takes a left-padded batch of two through a prompt and a step, and compares logits with the model's own.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        return Plan("refuse", "encoder-decoder models keep two caches", (), ())
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        return Plan("refuse", "the model keeps a cache class of its own", (), ())
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    compressed = tuple(i for i, x in enumerate(layers) if type(x) is DynamicLayer)
+    stock = tuple(i for i in range(len(layers)) if i not in compressed)
+    if not compressed:
+        kinds = sorted({type(x).__name__ for x in layers})
+        return Plan("refuse", f"no layer keeps a full-attention cache, only {kinds}", compressed, stock)
+    other = sorted({type(layers[i]).__name__ for i in stock} - {DynamicSlidingWindowLayer.__name__})
+    if other:
+        return Plan("refuse", f"layers of class {other} cannot be forked or counted yet", compressed, stock)
+    reasons = []
+    modes: tuple[Mode, ...] = ("packed", "dense") if model._can_set_attn_implementation() else ("dense",)
+    if "packed" not in modes:
+        reasons.append("attention does not go through AttentionInterface")
+    for mode in modes:
+        problem = _dry_run(model, mode)
+        if problem is None:
+            reason = "; ".join(reasons) or "attention is served from the packed store"
+            return Plan(mode, reason, compressed, stock)
+        reasons.append(f"{mode}: {problem}")
+    return Plan("refuse", "; ".join(reasons), compressed, stock)
+
+
+def _dry_run(model: PreTrainedModel, mode: Mode) -> str | None:
+    """None when two steps under `mode` equal the model's own, else what went wrong."""
+    text = model.config.get_text_config(decoder=True)
+    ids = _probe_ids(model, 2, 6)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    own = _two_steps(model, ids, mask, DynamicCache(config=text))
+    try:
+        with Attachment(model, KVConfig(), mode) as kv:
+            cache = kv.cache()
+            ours = _two_steps(model, ids, mask, cache)
+    except (SeamError, RuntimeError, ValueError, TypeError) as error:
+        return str(error).splitlines()[0]
+    if any(cache.layers[i].seen != ids.shape[1] or not cache.layers[i].rows[0].seen for i in cache.compressed):  # type: ignore[union-attr]
+        return "the model does not use the cache it is given"
+    spread = float(own.abs().max())
+    worst = float((own - ours).abs().max())
+    tolerance = {torch.float16: 2e-2, torch.bfloat16: 5e-2}.get(model.dtype, 1e-3)
+    return None if worst <= tolerance * max(spread, 1.0) else f"logits differ by {worst:.3g} from the model's own"
+
+
+@torch.no_grad()
+def _two_steps(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    """Last logits of a left-padded prompt and of one more step."""
+    prompt, step = ids[:, :-1], ids[:, -1:]
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    last = []
+    for part, upto in ((prompt, prompt.shape[1]), (step, ids.shape[1])):
+        out = model(
+            input_ids=part,
+            attention_mask=mask[:, :upto],
+            position_ids=positions[:, upto - part.shape[1] : upto],
+            use_cache=True,
+            **{cache_kwarg(): cache},
+        )
+        last.append(out.logits[:, -1].float())
+    return torch.cat(list(itertools.chain(last)), dim=0)

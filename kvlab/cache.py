@@ -1,0 +1,353 @@
+"""KVLayer, KVCache, StackedCache: compressed rows behind transformers' Cache protocol. The only state of the engine.
+
+Packed mode: `update` hands back the new K and V untouched, together with a handle that kvlab's attention function reads
+the rest through; rows attend, observe, evict and encode there. Dense mode, for models that do not route attention
+through that function: `update` returns everything held, decoded. How models are put under it is attach.py's business.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from kvlab.config import KVConfig, LayerConfig, LayerShape, Occupancy
+from kvlab.row import Row
+from kvlab.store import PagePool
+
+Mode = Literal["packed", "dense"]
+HANDLE_KWARG = "kvlab_handle"
+_HANDLE_ATTRIBUTE = "_kvlab_handle"
+
+
+class SeamError(RuntimeError):
+    """The model did something between `Cache.update` and attention that a packed cache cannot follow."""
+
+
+class Handle:
+    """One layer's pending attention: K and V of the new tokens, and who serves them. Good for one call."""
+
+    def __init__(self, layer: "KVLayer | StackedLayer", k: Tensor, v: Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
+        self.consumed = False
+        self._versions = (k._version, v._version)
+
+    @staticmethod
+    def of(key: Tensor, kwargs: dict[str, Any]) -> "Handle | None":
+        """The handle of this attention call, by the call's kwargs or by the key tensor itself."""
+        return kwargs.pop(HANDLE_KWARG, None) or getattr(key, _HANDLE_ATTRIBUTE, None)
+
+    def publish(self, kwargs: dict[str, Any] | None) -> None:
+        """Both channels: the kwargs the model splats into attention (transformers >= 5.24), and the tensor."""
+        setattr(self.k, _HANDLE_ATTRIBUTE, self)
+        if kwargs is not None:
+            kwargs[HANDLE_KWARG] = self
+
+    def attend(
+        self,
+        q: Float[Tensor, "B H Q D"],
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        valid: Bool[Tensor, "B Q"] | None,
+        softcap: float | None,
+        sink_logits: Float[Tensor, " H"] | None,
+    ) -> Float[Tensor, "B H Q E"]:
+        """Serve the call. Raises SeamError when K or V were replaced or changed after `update`, or served before."""
+        if k is not self.k or v is not self.v or (k._version, v._version) != self._versions:
+            raise SeamError("the model changes K or V between Cache.update and attention; attach it in dense mode")
+        if self.consumed:
+            raise SeamError("two attention calls read one Cache.update (shared K/V layers); attach it in dense mode")
+        self.consumed = True
+        return self.layer.attend(q, k, v, scale, valid, softcap, sink_logits)
+
+
+def _attend_rows(
+    rows: Sequence[Row],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    valid: Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Float[Tensor, "B H Q E"]:
+    """Each row over its own store. Padding never enters a row; its outputs are zeros."""
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    for b, row in enumerate(rows):
+        if valid is None or bool(valid[b].all()):
+            out[b], mass = row.attend(q[b], k[b], v[b], scale, softcap, sink_logits)
+            row.commit(k[b], v[b], mass)
+            continue
+        real = valid[b].nonzero().squeeze(1)
+        if real.numel():
+            part, mass = row.attend(q[b][:, real], k[b][:, real], v[b][:, real], scale, softcap, sink_logits)
+            out[b][:, real] = part
+            row.commit(k[b][:, real], v[b][:, real], mass)
+    return out
+
+
+class KVLayer(CacheLayerMixin):
+    """One layer's compressed cache. `seen` counts slots ever given, padding included; rows count their own tokens."""
+
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, config: LayerConfig, raw_dtype: torch.dtype | None, mode: Mode = "packed") -> None:
+        super().__init__()
+        self.config, self.raw_dtype, self.mode = config, raw_dtype, mode
+        self.rows: list[Row] = []
+        self.pool: PagePool | None = None
+        self.seen = 0
+        self._pending: Handle | None = None
+
+    # transformers reads these
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, heads, _, key_dim = key_states.shape
+        raw = self.raw_dtype or key_states.dtype
+        self.shape = LayerShape(heads, key_dim, value_states.shape[-1])
+        self.pool = PagePool(self.config.streams(self.shape, raw), self.config.page_tokens, key_states.device)
+        self.rows = [Row(self.config, self.pool, heads, raw) for _ in range(rows)]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if len(self.rows) != key_states.shape[0]:
+            raise ValueError(f"this cache holds {len(self.rows)} rows, got K for {key_states.shape[0]}")
+        if self._pending is not None and not self._pending.consumed:
+            raise SeamError("the last update was never attended: the model does not call kvlab's attention function")
+        if self.mode == "dense":
+            return self._update_dense(key_states, value_states)
+        self.seen += key_states.shape[2]
+        # A view, so that the handle rides on a tensor of our own and not on one the model may hand to others.
+        key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
+        self._pending = Handle(self, key_states, value_states)
+        self._pending.publish(kwargs.get("kwargs"))
+        return key_states, value_states
+
+    def _update_dense(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.config.budget.evicts:
+            raise SeamError("dense mode keeps every token: eviction needs a model that routes attention to kvlab")
+        held = [row.dense(k.dtype, k.shape[-1], v.shape[-1]) for row in self.rows] if self.seen else None
+        self.seen += k.shape[2]
+        for b, row in enumerate(self.rows):
+            row.commit(k[b], v[b])
+        if held is None:
+            return k, v
+        return tuple(torch.cat([torch.stack([h[i] for h in held]), x], dim=2) for i, x in enumerate((k, v)))  # type: ignore[return-value]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        valid: Tensor | None,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        out = _attend_rows(self.rows, q, k, v, scale, valid, softcap, sink_logits)
+        self._pending = None
+        return out
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # batch operations of transformers' generation
+    def batch_select_indices(self, indices: Tensor) -> None:
+        chosen = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+        old, taken = self.rows, set()
+        rows = []
+        for i in chosen.tolist():
+            rows.append(old[i].copy() if i in taken else old[i])
+            taken.add(i)
+        for i, row in enumerate(old):
+            if i not in taken:
+                row.release()
+        self.rows = rows
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"a compressed cache cannot give back {abs(tokens_to_remove)} tokens: what they displaced is gone. "
+                "Use copy.deepcopy of the cache before trying tokens, or decode without assistance"
+            )
+
+    def reset(self) -> None:
+        self.rows, self.pool, self.seen, self._pending, self.is_initialized = [], None, 0, None, False
+
+    def offload(self) -> None:
+        raise ValueError("offloading a compressed cache is not supported: use offloading=False")
+
+    prefetch = offload
+
+    # sizes
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held; preallocation slack apart."""
+        return sum(row.nbytes for row in self.rows)
+
+    def storages(self) -> list[Tensor]:
+        pool = self.pool.storages() if self.pool else []
+        return pool + [x for row in self.rows for x in row.storages()]
+
+    def fit(self) -> None:
+        if self.pool is not None:
+            self.pool.fit([row.table for row in self.rows])
+            for row in self.rows:
+                row.fit()
+
+
+class KVCache(Cache):
+    """One KVLayer for every full-attention layer; sliding and other layers keep transformers' own class."""
+
+    def __init__(self, config: KVConfig, model_config: PreTrainedConfig, mode: Mode = "packed") -> None:
+        own = None if config.raw_dtype == "auto" else config.raw(torch.float32)
+        layers = [
+            KVLayer(config.at(i), own, mode) if type(layer) is DynamicLayer else layer
+            for i, layer in enumerate(DynamicCache(config=model_config).layers)
+        ]
+        super().__init__(layers=layers)
+        self.config = config
+
+    @property
+    def compressed(self) -> list[int]:
+        """Indices of the layers kvlab stores."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now: codes, scales, positions, mass, raw tokens, page slack; and stock layers as they are."""
+        return sum(x.nbytes if isinstance(x, KVLayer) else _stock_bytes(x) for x in self.layers)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Sum over the distinct storages behind this cache: `nbytes` plus the slack of preallocation."""
+        tensors = [x for layer in self.layers if isinstance(layer, KVLayer) for x in layer.storages()]
+        distinct = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}
+        return sum(distinct.values()) + sum(_stock_bytes(x) for x in self.layers if not isinstance(x, KVLayer))
+
+    def fit(self) -> None:
+        """Give preallocation slack back, so that `storage_bytes` equals `nbytes`."""
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.fit()
+
+    def occupancy(self, row: int = 0) -> list[list[Occupancy]]:
+        """Tokens held by each head of each compressed layer."""
+        return [self.layers[i].rows[row].occupancy for i in self.compressed]  # type: ignore[union-attr]
+
+    def __repr__(self) -> str:
+        held = self.layers[self.compressed[0]].seen if self.compressed else 0  # type: ignore[union-attr]
+        return f"KVCache({self.config.label}, {held} tokens seen, {self.nbytes:,} bytes)"
+
+
+def _stock_bytes(layer: Any) -> int:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return sum(x.numel() * x.element_size() for x in (keys, values) if x is not None)
+
+
+class StackedLayer(CacheLayerMixin):
+    """The same layer of several caches, row under row."""
+
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, parts: list[KVLayer], owner: "StackedCache") -> None:
+        super().__init__()
+        self.parts, self.owner = parts, owner
+        self.is_initialized = True
+        self._pending: Handle | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for part in self.parts for row in part.rows]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        return None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._pending is not None and not self._pending.consumed:
+            raise SeamError("the last update was never attended: the model does not call kvlab's attention function")
+        key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
+        self._pending = Handle(self, key_states, value_states)
+        self._pending.publish(kwargs.get("kwargs"))
+        return key_states, value_states
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        valid: Tensor | None,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        out = _attend_rows(self.rows, q, k, v, scale, self.owner.valid, softcap, sink_logits)
+        for part in self.parts:
+            part.seen += q.shape[2]
+        self._pending = None
+        return out
+
+    def get_seq_length(self) -> int:
+        return max(part.seen for part in self.parts)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class StackedCache(Cache):
+    """Caches with different configs and lengths as one batch: linear layers run on all rows, attention row by row.
+
+    Rows differ in length, so every forward needs explicit `position_ids` and no attention mask; `expect` says which new
+    tokens are padding.
+    """
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        for cache in caches:
+            if len(cache.compressed) != len(cache.layers):
+                stock = [i for i in range(len(cache.layers)) if i not in cache.compressed]
+                raise ValueError(f"only caches compressed in every layer can be stacked, layers {stock} keep their own")
+        self.valid: Bool[Tensor, "B Q"] | None = None
+        layers = [
+            StackedLayer([c.layers[i] for c in caches], self)  # type: ignore[misc]
+            for i in range(len(caches[0].layers))
+        ]
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+
+    def expect(self, valid: Bool[Tensor, "B Q"] | None) -> None:
+        """Which of the next forward's tokens are real; the others enter no row."""
+        self.valid = valid
+
+    def positions(self, valid: Bool[Tensor, "B Q"]) -> Tensor:
+        """`position_ids` of the next forward: each row goes on from its own length; padding gets position 0."""
+        seen = torch.tensor([row.seen for row in self.layers[0].rows], device=valid.device)  # type: ignore[union-attr]
+        return ((valid.cumsum(1) - 1 + seen.unsqueeze(1)) * valid).long()

@@ -1,0 +1,109 @@
+"""FP8: e4m3 or e5m2 elements with a power-of-two scale.
+
+Static scales come from the config, one exponent for all KV heads or one each (calibrated, `calibrated_exponents`);
+dynamic ones are chosen per token and stored as one signed byte. Within range the relative error does not depend on the
+scale, so a static scale costs nothing; out of range values saturate here, before the cast, since builds of torch
+disagree on whether the cast itself gives NaN, infinity or the largest value.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlab.codecs.base import Codec, Packed, Stream
+from kvlab.kernels.hadamard import hadamard
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(Codec):
+    """`exponents` are log2 of the static scale: stored = x / 2**exponent. Length 1, or one per KV head."""
+
+    kind: ClassVar[str] = "fp8"
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    scale: Literal["static", "dynamic"] = "static"
+    exponents: tuple[int, ...] = (0,)
+    hadamard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in DTYPES:
+            raise ValueError(f"fp8 format must be one of {tuple(DTYPES)}, got {self.format!r}")
+        if self.scale not in ("static", "dynamic"):
+            raise ValueError(f"fp8 scale must be 'static' or 'dynamic', got {self.scale!r}")
+        object.__setattr__(self, "exponents", tuple(self.exponents))
+        if not self.exponents or any(not -120 <= e <= 120 for e in self.exponents):
+            raise ValueError(f"fp8 exponents must be integers in [-120, 120], at least one, got {self.exponents}")
+        if self.scale == "dynamic" and self.exponents != (0,):
+            raise ValueError(f"fp8 exponents belong to scale='static', got {self.exponents} with scale='dynamic'")
+
+    @property
+    def label(self) -> str:
+        return f"fp8_{self.format}" + (" dyn" if self.scale == "dynamic" else "") + (" rot" if self.hadamard else "")
+
+    def check(self, head_dim: int, kv_heads: int, page_tokens: int) -> None:
+        if len(self.exponents) not in (1, kv_heads):
+            raise ValueError(
+                f"fp8 exponents must be 1 or one per KV head ({kv_heads}), got {len(self.exponents)}: {self.exponents}"
+            )
+
+    def streams(self, head_dim: int, page_tokens: int, raw: torch.dtype) -> dict[str, Stream]:
+        # Bytes, not float8: torch has no index_copy for float8, and the kernels read bits.
+        streams = {"codes": Stream(page_tokens, head_dim, torch.uint8)}
+        if self.scale == "dynamic":
+            streams["exponent"] = Stream(page_tokens, 1, torch.int8)
+        return streams
+
+    def _static(self, like: Tensor) -> Tensor:
+        return torch.tensor(self.exponents, dtype=torch.float32, device=like.device).exp2().view(-1, 1, 1)
+
+    def encode(self, x: Float[Tensor, "N T D"]) -> Packed:
+        dtype = DTYPES[self.format]
+        limit = torch.finfo(dtype).max
+        compute = torch.promote_types(x.dtype, torch.float32)
+        x = x.to(compute)
+        x = hadamard(x) if self.hadamard else x
+        if self.scale == "static":
+            return {"codes": (x / self._static(x).to(compute)).clamp(-limit, limit).to(dtype).view(torch.uint8)}
+        peak = x.abs().amax(-1, keepdim=True)
+        exponent = torch.where(peak > 0, (peak / limit).clamp_min(2.0**-120).log2().ceil(), 0.0).clamp(-120, 120)
+        codes = (x / exponent.exp2()).clamp(-limit, limit).to(dtype)
+        return {"codes": codes.view(torch.uint8), "exponent": exponent.to(torch.int8)}
+
+    def clipped(self, x: Float[Tensor, "N T D"]) -> int:
+        """How many values lie beyond the largest finite code, the rule being |x| / scale > max."""
+        if self.scale == "dynamic":
+            return 0
+        x = hadamard(x) if self.hadamard else x
+        return int(((x / self._static(x)).abs() > torch.finfo(DTYPES[self.format]).max).sum())
+
+    def _values(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """Stored elements before any scale."""
+        return packed["codes"].view(DTYPES[self.format]).to(dtype)
+
+    def _scale(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """[N or 1, T or 1, 1]."""
+        if self.scale == "static":
+            return self._static(packed["codes"]).to(dtype)
+        return packed["exponent"].to(dtype).exp2()
+
+    def decode(self, packed: Packed, head_dim: int, dtype: torch.dtype) -> Tensor:
+        x = self._values(packed, dtype) * self._scale(packed, dtype)
+        return hadamard(x) if self.hadamard else x
+
+    def scores(self, q: Tensor, packed: Packed) -> Tensor:
+        q = hadamard(q) if self.hadamard else q
+        return (q @ self._values(packed, q.dtype).mT) * self._scale(packed, q.dtype).mT
+
+    def mix(self, p: Tensor, packed: Packed, head_dim: int) -> Tensor:
+        out = (p * self._scale(packed, p.dtype).mT) @ self._values(packed, p.dtype)
+        return hadamard(out) if self.hadamard else out
+
+
+def calibrated_exponents(x: Float[Tensor, "N T D"], format: str = "e4m3") -> tuple[int, ...]:
+    """Per-head exponents so that the largest |x| of each head fits: ceil(log2(absmax / max)), never negative zeros."""
+    peak = x.abs().float().amax((-1, -2)).clamp_min(2.0**-100)
+    return tuple(int(e) for e in (peak / torch.finfo(DTYPES[format]).max).log2().ceil().clamp(-120, 120))

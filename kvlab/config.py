@@ -1,0 +1,330 @@
+"""KVConfig: everything that decides what a KV cache stores. Frozen, hashable, canonical JSON and TOML, exact bytes.
+
+It composes codecs and policies and predicts sizes. It knows no model beyond the integers of a ModelShape.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import tomli_w
+import torch
+
+from kvlab.codecs import CODECS, Codec, Raw, Stream
+from kvlab.policies import BUDGETS, SCORERS, Budget, Recency, Scorer, Unlimited
+
+RAW_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class LayerShape(NamedTuple):
+    """One layer's KV heads. `window` is set where the layer keeps transformers' own sliding cache."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the size of a cache depends on, besides the config."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+
+    def raw_bytes(self, tokens: int, itemsize: int = 2) -> int:
+        """Bytes of an uncompressed cache of `tokens` tokens, by default in 16 bit."""
+        held = (min(tokens, s.window - 1) if s.window else tokens for s in self.layers)
+        return sum(
+            t * s.kv_heads * (s.key_dim + s.value_dim) * itemsize for t, s in zip(held, self.layers, strict=True)
+        )
+
+
+class Occupancy(NamedTuple):
+    """Tokens one KV head holds: raw sinks, raw recent window, encoded tokens."""
+
+    sinks: int
+    window: int
+    stored: int
+
+    @property
+    def kept(self) -> int:
+        return self.sinks + self.window + self.stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """A KVConfig as one layer follows it."""
+
+    key: Codec
+    value: Codec
+    scorer: Scorer
+    budget: Budget
+    sink_tokens: int
+    recent_tokens: int
+    page_tokens: int
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that must be encoded together."""
+        return max(self.key.block_tokens, self.value.block_tokens)
+
+    @property
+    def tracks_mass(self) -> bool:
+        return self.budget.evicts and self.scorer.stateful
+
+    def flush_tokens(self, window: int, new_tokens: int) -> int:
+        """How many of `window` raw tokens leave it after a forward of `new_tokens`.
+
+        A forward of several tokens settles the window to its size; single steps settle it page by page.
+        """
+        overflow = window - self.recent_tokens
+        unit = self.page_tokens if new_tokens == 1 else self.block_tokens
+        return max(0, overflow) // unit * unit
+
+    def keep(self, stored: int, new: int, protected: int, seen: int) -> int:
+        """Encoded tokens that stay after a flush, whole pages where a codec needs them."""
+        kept = self.budget.keep(stored, new, protected, seen)
+        if self.block_tokens == 1:
+            return kept
+        whole = kept // self.block_tokens * self.block_tokens
+        return whole if whole or protected else min(self.block_tokens, stored + new)
+
+    def occupancy(self, prefill: int, decoded: int = 0) -> Occupancy:
+        """What one head holds after a forward of `prefill` tokens and `decoded` single steps."""
+        sinks = window = stored = seen = 0
+        for step in itertools.chain([prefill] if prefill else [], itertools.repeat(1, decoded)):
+            seen += step
+            filled = min(self.sink_tokens - sinks, step)
+            sinks, window = sinks + filled, window + step - filled
+            flushed = self.flush_tokens(window, step)
+            if flushed:
+                window -= flushed
+                stored = self.keep(stored, flushed, sinks + window, seen)
+        return Occupancy(sinks, window, stored)
+
+    def streams(self, shape: LayerShape, raw: torch.dtype) -> dict[str, Stream]:
+        """All streams of one page of one head."""
+        streams = {f"k.{n}": s for n, s in self.key.streams(shape.key_dim, self.page_tokens, raw).items()}
+        streams |= {f"v.{n}": s for n, s in self.value.streams(shape.value_dim, self.page_tokens, raw).items()}
+        if self.budget.evicts:
+            streams["position"] = Stream(self.page_tokens, 1, torch.int32)
+        if self.tracks_mass:
+            streams["mass"] = Stream(self.page_tokens, 1, torch.float32)
+        return streams
+
+    def nbytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy) -> int:
+        """Bytes one sequence holds in one layer: whole pages, raw tokens, and the mass of raw recent tokens."""
+        page = sum(s.page_bytes for s in self.streams(shape, raw).values())
+        per_raw = (shape.key_dim + shape.value_dim) * raw.itemsize
+        mass = held.window * torch.float32.itemsize if self.tracks_mass else 0
+        pages = -(-held.stored // self.page_tokens)
+        return shape.kv_heads * (pages * page + (held.sinks + held.window) * per_raw + mass)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    """One point of the accuracy-against-bytes plane.
+
+    `overrides` are (layer, key codec, value codec), sorted by layer. `raw_dtype` is how sinks, recent tokens and the
+    raw codec are kept: "auto" is the model's own dtype, so that nothing is lost; "float16" or "bfloat16" makes a
+    float32 model's cache as large as it would be on an accelerator.
+    """
+
+    key: Codec = Raw()
+    value: Codec = Raw()
+    scorer: Scorer = Recency()
+    budget: Budget = Unlimited()
+    sink_tokens: int = 4
+    recent_tokens: int = 64
+    page_tokens: int = 16
+    overrides: tuple[tuple[int, Codec, Codec], ...] = ()
+    raw_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("sink_tokens", 0), ("recent_tokens", 0), ("page_tokens", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.raw_dtype not in ("auto", *RAW_DTYPES):
+            raise ValueError(f"raw_dtype must be 'auto' or one of {tuple(RAW_DTYPES)}, got {self.raw_dtype!r}")
+        for name, base in (("key", Codec), ("value", Codec), ("scorer", Scorer), ("budget", Budget)):
+            if not isinstance(getattr(self, name), base):
+                raise ValueError(f"{name} must be a {base.__name__}, got {getattr(self, name)!r}")
+        object.__setattr__(self, "overrides", tuple(sorted(self.overrides, key=lambda o: o[0])))
+        layers = [layer for layer, _, _ in self.overrides]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"overrides must name each layer once, got layers {layers}")
+        for _, key, value in [(-1, self.key, self.value), *self.overrides]:
+            self._check_blocks(key, value)
+
+    def _check_blocks(self, key: Codec, value: Codec) -> None:
+        for codec in (key, value):
+            if codec.block_tokens not in (1, self.page_tokens):
+                raise ValueError(
+                    f"a channel group must be one page, got group {codec.block_tokens} and page_tokens "
+                    f"{self.page_tokens}: set page_tokens={codec.block_tokens}"
+                )
+
+    def at(self, layer: int) -> LayerConfig:
+        """This config as one layer follows it, overrides applied."""
+        key, value = next(((k, v) for i, k, v in self.overrides if i == layer), (self.key, self.value))
+        return LayerConfig(
+            key=key,
+            value=value,
+            scorer=self.scorer,
+            budget=self.budget,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+            page_tokens=self.page_tokens,
+        )
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ValueError when this config cannot run on such a model, naming the layer, the value and the rule."""
+        compressed = [i for i, s in enumerate(shape.layers) if s.window is None]
+        for layer, _, _ in self.overrides:
+            if layer not in compressed:
+                raise ValueError(f"override for layer {layer}: the layers that can be compressed are {compressed}")
+        for i in compressed:
+            layer, s = self.at(i), shape.layers[i]
+            for stream, codec, dim in (("K", layer.key, s.key_dim), ("V", layer.value, s.value_dim)):
+                try:
+                    codec.check(dim, s.kv_heads, self.page_tokens)
+                except ValueError as error:
+                    raise ValueError(f"layer {i}, {stream} as {codec.label}: {error}") from None
+
+    def raw(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of uncompressed tokens on a model of `model_dtype`."""
+        return model_dtype if self.raw_dtype == "auto" else RAW_DTYPES[self.raw_dtype]
+
+    def predicted_bytes(self, shape: ModelShape, prefill: int, decoded: int = 0) -> int:
+        """Bytes one sequence holds after a forward of `prefill` tokens and `decoded` single steps.
+
+        Equal to `KVCache.nbytes`; layers that keep a sliding window count what transformers keeps there.
+        """
+        total, raw = 0, self.raw(shape.dtype)
+        held_by_rule: dict[LayerConfig, Occupancy] = {}
+        for i, s in enumerate(shape.layers):
+            if s.window is not None:
+                tokens = min(prefill + decoded, s.window - 1)
+                total += tokens * s.kv_heads * (s.key_dim + s.value_dim) * shape.dtype.itemsize
+                continue
+            layer = self.at(i)
+            held = held_by_rule.setdefault(layer, layer.occupancy(prefill, decoded))
+            total += layer.nbytes(s, raw, held)
+        return total
+
+    def effective_bits(self, shape: ModelShape, tokens: int) -> float:
+        """Stored bits per K or V element ever seen, everything included, for a prompt of `tokens`; 16 is raw."""
+        return self.predicted_bytes(shape, tokens) * 8 / (shape.raw_bytes(tokens, itemsize=1))
+
+    @property
+    def label(self) -> str:
+        """Short name for tables, such as `int4 g32`, `K int8 V int4 g32` or `fp8_e4m3 + h2o 50%`."""
+        name = self.key.label if self.key == self.value else f"K {self.key.label} V {self.value.label}"
+        parts = [f"{name}*{len(self.overrides)}" if self.overrides else name]
+        if self.budget.evicts:
+            parts.append(f"{self.scorer.label} {self.budget.label}")
+        return " + ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, methods by `kind`."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    def to_toml(self) -> str:
+        """A `[kv_config]` table that `from_toml` reads back to an equal config."""
+        return tomli_w.dumps({"kv_config": self.to_dict()})
+
+    @property
+    def id(self) -> str:
+        """First 12 hex digits of sha256 of `to_json()`; stable across processes."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "KVConfig":
+        """Inverse of `to_dict`. Raises ValueError for an unknown key or kind, naming the nearest, and for NaN."""
+        known = {f.name for f in fields(cls)}
+        _refuse_unknown(data, known, "kv_config")
+        kwargs = dict(data)
+        for name, registry in (("key", CODECS), ("value", CODECS), ("scorer", SCORERS), ("budget", BUDGETS)):
+            if name in kwargs:
+                kwargs[name] = _build(registry, kwargs[name], name)
+        kwargs["overrides"] = tuple(
+            (layer, _build(CODECS, k, f"overrides[{layer}].key"), _build(CODECS, v, f"overrides[{layer}].value"))
+            for layer, k, v in kwargs.get("overrides", ())
+        )
+        return cls(**kwargs)
+
+    @classmethod
+    def from_json(cls, text: str) -> "KVConfig":
+        """Inverse of `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_toml(cls, text: str) -> "KVConfig":
+        """Inverse of `to_toml`. Other tables, such as a workload beside the config, are left alone."""
+        tables = tomllib.loads(text)
+        if "kv_config" not in tables:
+            raise ValueError(f"expected a [kv_config] table, got {sorted(tables) or 'an empty document'}")
+        return cls.from_dict(tables["kv_config"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (Codec, Scorer, Budget)):
+        own = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}  # type: ignore[arg-type]
+        return {"kind": value.kind} | own
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys are {sorted(known)}"
+            raise ValueError(f"unknown key {key!r} in {where}: {hint}")
+
+
+def _build(registry: Mapping[str, type], data: Any, where: str) -> Any:
+    """One codec, scorer or budget from its plain form."""
+    if not isinstance(data, Mapping) or "kind" not in data:
+        raise ValueError(f"{where} must be a table with a 'kind', one of {sorted(registry)}, got {data!r}")
+    kind = data["kind"]
+    if kind not in registry:
+        near = difflib.get_close_matches(str(kind), registry, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known kinds are {sorted(registry)}"
+        raise ValueError(f"unknown kind {kind!r} in {where}: {hint}")
+    own = {k: v for k, v in data.items() if k != "kind"}
+    defaults = {f.name: f.default for f in dataclasses.fields(registry[kind])}
+    _refuse_unknown(own, set(defaults), f"{where} ({kind})")
+    for name, value in own.items():
+        own[name] = _typed(value, defaults[name], f"{where}.{name}")
+    return registry[kind](**own)
+
+
+def _typed(value: Any, default: Any, where: str) -> Any:
+    """`value` in the type of the field's default. Bools are no numbers, NaN and infinity are no values."""
+    if isinstance(default, tuple) and isinstance(value, (list, tuple)):
+        return tuple(_typed(v, default[0], where) for v in value)
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not type(default):
+        raise ValueError(f"{where} must be {type(default).__name__}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} must be a finite number, got {value!r}")
+    return value

@@ -1,0 +1,39 @@
+"""Accumulated attention with exponential forgetting: heavy hitters, as in H2O (arXiv 2306.14048)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvlab.policies.base import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMass(Scorer):
+    """Score = sum over all queries of decay**age times the attention paid to the token.
+
+    Every query of a forward counts, the prompt's own included, so a question inside the prompt steers what is kept;
+    asked after compression it cannot. decay 1 is H2O itself.
+    """
+
+    kind: ClassVar[str] = "attention_mass"
+    stateful: ClassVar[bool] = True
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}: 1 never forgets")
+
+    @property
+    def label(self) -> str:
+        return "h2o" + (f" d{self.decay:g}" if self.decay != 1 else "")
+
+    def query_weights(self, n_queries: int) -> Tensor:
+        return self.decay ** torch.arange(n_queries - 1, -1, -1, dtype=torch.float64)
+
+    def carry(self, n_queries: int) -> float:
+        return self.decay**n_queries
+
+    def score(self, mass: Tensor, positions: Tensor) -> Tensor:
+        return mass

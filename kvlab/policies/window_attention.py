@@ -1,0 +1,51 @@
+"""Attention of the last queries, pooled over neighbours: SnapKV (arXiv 2404.14469)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlab.policies.base import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class WindowAttention(Scorer):
+    """Score = mean attention of the last `window` queries, average-pooled over `pool` candidates.
+
+    A prompt of at least `window` tokens gives SnapKV's own score. While decoding, each query replaces 1/window of the
+    mean, an exponential window, so that no past query needs to be stored.
+    """
+
+    kind: ClassVar[str] = "window_attention"
+    stateful: ClassVar[bool] = True
+    window: int = 32
+    pool: int = 5
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1 query, got {self.window}")
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise ValueError(f"pool must be an odd number of tokens, got {self.pool}")
+
+    @property
+    def label(self) -> str:
+        return f"snapkv w{self.window}"
+
+    def query_weights(self, n_queries: int) -> Tensor:
+        if n_queries >= self.window:
+            weights = torch.zeros(n_queries, dtype=torch.float64)
+            weights[-self.window :] = 1 / self.window
+            return weights
+        ages = torch.arange(n_queries - 1, -1, -1, dtype=torch.float64)
+        return (1 - 1 / self.window) ** ages / self.window
+
+    def carry(self, n_queries: int) -> float:
+        return 0.0 if n_queries >= self.window else (1 - 1 / self.window) ** n_queries
+
+    def score(self, mass: Tensor, positions: Tensor) -> Tensor:
+        if self.pool == 1 or mass.shape[-1] == 0:
+            return mass
+        pad = self.pool // 2
+        return F.avg_pool1d(mass.unsqueeze(1), self.pool, 1, pad, count_include_pad=False).squeeze(1)

@@ -1,0 +1,345 @@
+"""Row: one sequence in one layer. Holds raw sinks, the raw recent window and encoded pages; attends, observes, evicts,
+encodes, in that order. Knows neither model nor transformers.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlab.codecs.base import Packed, to_raw
+from kvlab.config import LayerConfig, Occupancy
+from kvlab.kernels import attend as kernel
+from kvlab.store import PagePool, PageTable
+
+# Most logits held at once by one attention call, in elements: 256 MiB of float32.
+_LOGITS_AT_ONCE = 2**26
+
+
+class Row:
+    """Token order, and so causality, is the order tokens arrived in: sinks, then pages by position, then the window."""
+
+    def __init__(self, config: LayerConfig, pool: PagePool, kv_heads: int, raw: torch.dtype) -> None:
+        self.config = config
+        self.raw = raw
+        self.table = PageTable(pool, kv_heads)
+        self.seen = 0
+        self.sinks: tuple[Tensor, Tensor] | None = None
+        self._window: tuple[Tensor, Tensor] | None = None  # preallocated; the first `n_window` tokens are real
+        self._mass: Tensor | None = None
+        self.n_window = 0
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def n_sinks(self) -> int:
+        return 0 if self.sinks is None else self.sinks[0].shape[1]
+
+    @property
+    def occupancy(self) -> list[Occupancy]:
+        """Tokens held, for each KV head."""
+        return [Occupancy(self.n_sinks, self.n_window, count) for count in self.table.counts]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held: whole pages, raw tokens, their mass. Slack of preallocation is not in it."""
+        raw = [*(self.sinks or ()), *self.window()]
+        mass = [self._mass[:, : self.n_window]] if self._mass is not None else []
+        pages = sum(len(head) for head in self.table.pages)
+        return pages * self.table.pool.page_bytes + sum(x.numel() * x.element_size() for x in [*raw, *mass])
+
+    def storages(self) -> list[Tensor]:
+        """Every tensor of this row that owns memory; pages belong to the pool."""
+        return [*(self.sinks or ()), *(self._window or ()), *([] if self._mass is None else [self._mass])]
+
+    def fit(self) -> None:
+        """Shrink the preallocated window to what it holds."""
+        if self._window is not None:
+            k, v = self.window()
+            self._window = (k.clone(), v.clone())
+        if self._mass is not None:
+            self._mass = self._mass[:, : self.n_window].clone()
+
+    def copy(self) -> "Row":
+        """The same sequence, sharing no storage but the pool's growth."""
+        twin = Row(self.config, self.table.pool, len(self.table.pages), self.raw)
+        twin.table = self.table.copy()
+        twin.seen, twin.n_window = self.seen, self.n_window
+        twin.sinks = self.sinks and (self.sinks[0].clone(), self.sinks[1].clone())
+        twin._window = self._window and (self._window[0].clone(), self._window[1].clone())
+        twin._mass = None if self._mass is None else self._mass.clone()
+        return twin
+
+    def release(self) -> None:
+        """Give the pages back to the pool."""
+        self.table.clear()
+
+    # -- what is stored ------------------------------------------------------------------------------------------
+
+    def window(self) -> tuple[Tensor, ...]:
+        """Raw K and V of the recent tokens, or nothing before the first."""
+        return () if self._window is None else tuple(x[:, : self.n_window] for x in self._window)
+
+    def pages(self) -> tuple[Packed, Packed]:
+        """Streams of K and of V for all encoded tokens."""
+        packed = self.table.gather()
+        split = ({}, {})
+        for name, rows in packed.items():
+            if name[:2] in ("k.", "v."):
+                split[name[0] == "v"][name[2:]] = rows
+        return split
+
+    def positions(self) -> Int[Tensor, "N T"]:
+        """Positions of the encoded tokens, ascending. Heads must hold equal counts."""
+        count = self.table.counts[0]
+        if "position" in self.table.pool.layout and count:
+            return self.table.gather(["position"])["position"][:, :count, 0].long()
+        device = self.table._device
+        return (torch.arange(count, device=device) + self.n_sinks).expand(len(self.table.pages), -1)
+
+    def dense(self, dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
+        """Everything held, decoded, in token order: [N, kept, D] for K and V."""
+        parts: list[tuple[Tensor, Tensor]] = [self.sinks] if self.sinks else []
+        count = self.table.counts[0]
+        if count:
+            k, v = self.pages()
+            keys = self.config.key.decode(k, key_dim, dtype)[:, :count]
+            parts.append((keys, self.config.value.decode(v, value_dim, dtype)[:, :count]))
+        if self._window is not None:
+            parts.append((self._window[0][:, : self.n_window], self._window[1][:, : self.n_window]))
+        return tuple(torch.cat([p[i].to(dtype) for p in parts], dim=1) for i in (0, 1))  # type: ignore[return-value]
+
+    # -- attend and observe ------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        q: Float[Tensor, "H Q D"],
+        k: Float[Tensor, "N Q D"],
+        v: Float[Tensor, "N Q E"],
+        scale: float,
+        softcap: float | None = None,
+        sink_logits: Float[Tensor, " H"] | None = None,
+    ) -> tuple[Float[Tensor, "H Q E"], Tensor | None]:
+        """Attention of the new tokens over everything held and themselves; and the attention mass, if it is tracked.
+
+        The mass is [N, stored + sinks + window + Q], in that column order.
+        """
+        n_queries = q.shape[1]
+        weights = self.config.scorer.query_weights(n_queries) if self.config.tracks_mass else None
+        if self.seen == 0 and softcap is None and sink_logits is None:
+            out = kernel.causal_sdpa(q[None], k[None], v[None], scale)[0]
+            return out, None if weights is None else self._observe(q, k, scale, weights)
+        out, mass = [], None
+        columns = self.table.length + self.n_sinks + self.n_window + n_queries
+        block = max(1, _LOGITS_AT_ONCE // (q.shape[0] * columns))
+        reader = _Reader(self, k, v)
+        for start in range(0, n_queries, block):
+            stop = min(start + block, n_queries)
+            probs = reader.probabilities(q[:, start:stop], start, scale, softcap, sink_logits)
+            out.append(kernel.unfold_heads(reader.mix(probs), q.shape[0]))
+            if weights is not None:
+                part = kernel.attention_mass(probs, weights[start:stop].to(q.device))
+                mass = part if mass is None else mass + part
+        return torch.cat(out, dim=1).to(q.dtype), mass
+
+    def _observe(self, q: Tensor, k: Tensor, scale: float, weights: Tensor) -> Tensor:
+        """Attention mass of a first prompt, for the queries whose weight is not zero."""
+        reader, mass = _Reader(self, k, k), torch.zeros(k.shape[:2], device=k.device, dtype=torch.float32)
+        block = max(1, _LOGITS_AT_ONCE // (q.shape[0] * k.shape[1]))
+        first = int(weights.nonzero()[0])
+        for start in range(first, q.shape[1], block):
+            stop = min(start + block, q.shape[1])
+            probs = reader.probabilities(q[:, start:stop], start, scale, None, None)
+            mass = mass + kernel.attention_mass(probs, weights[start:stop].to(q.device))
+        return mass
+
+    # -- evict and encode --------------------------------------------------------------------------------------------
+
+    def commit(self, k: Float[Tensor, "N Q D"], v: Float[Tensor, "N Q E"], mass: Tensor | None = None) -> None:
+        """Take in the tokens that `attend` has just served: fill the sinks, extend the window, flush what overflows."""
+        n_new = k.shape[1]
+        if n_new == 0:
+            return
+        new_mass = self._fold_mass(mass, n_new)
+        self.seen += n_new
+        filled = min(self.config.sink_tokens - self.n_sinks, n_new)
+        if filled:
+            head = tuple(to_raw(x[:, :filled], self.raw) for x in (k, v))
+            self.sinks = tuple(
+                torch.cat([old, new], dim=1) if old is not None else new.clone()
+                for old, new in zip(self.sinks or (None, None), head, strict=True)
+            )  # type: ignore[assignment]
+            k, v = k[:, filled:], v[:, filled:]
+            new_mass = None if new_mass is None else new_mass[:, filled:]
+        flushed = self.config.flush_tokens(self.n_window + k.shape[1], n_new)
+        if flushed == 0:
+            self._extend(k, v, new_mass)
+            return
+        keys, values = (self._joined(i, x) for i, x in enumerate((k, v)))
+        joined = None if new_mass is None else torch.cat([self._window_mass(), new_mass], dim=1)
+        self.n_window = 0
+        self._extend(keys[:, flushed:], values[:, flushed:], None if joined is None else joined[:, flushed:])
+        self._flush(keys[:, :flushed], values[:, :flushed], None if joined is None else joined[:, :flushed])
+
+    def _fold_mass(self, mass: Tensor | None, n_new: int) -> Tensor | None:
+        """Add this forward's mass to that of pages and window; return the new tokens' own."""
+        if not self.config.tracks_mass:
+            return None
+        if mass is None:
+            raise ValueError("this config tracks attention mass: commit needs what attend or a snapshot observed")
+        carry = self.config.scorer.carry(n_new)
+        stored = self.table.length
+        if stored:
+            old = self.table.gather(["mass"])["mass"][..., 0]
+            self.table.write("mass", (old * carry + mass[:, :stored]).unsqueeze(-1))
+        if self._mass is not None and self.n_window:
+            at = stored + self.n_sinks
+            self._mass[:, : self.n_window] *= carry
+            self._mass[:, : self.n_window] += mass[:, at : at + self.n_window]
+        return mass[:, mass.shape[1] - n_new :].float()
+
+    def _window_mass(self) -> Tensor:
+        return torch.empty(0) if self._mass is None else self._mass[:, : self.n_window]
+
+    def _joined(self, index: int, new: Tensor) -> Tensor:
+        """Recent and new tokens in one, in the dtype of the new ones."""
+        return new if not self.n_window else torch.cat([self.window()[index].to(new.dtype), new], dim=1)
+
+    def _extend(self, k: Tensor, v: Tensor, mass: Tensor | None) -> None:
+        """Append raw tokens to the window, growing its buffers page by page and never token by token."""
+        size = self.n_window + k.shape[1]
+        if self._window is None:
+            # A prompt's window is cut to size; the first decode step makes room for a page of steps.
+            self._window = tuple(to_raw(x, self.raw).clone() for x in (k, v))  # type: ignore[assignment]
+            self._mass = None if mass is None else mass.clone()
+        else:
+            room = size if size <= self._window[0].shape[1] else size + self.config.page_tokens - 1
+            self._window = tuple(  # type: ignore[assignment]
+                _placed(old, to_raw(new, self.raw), self.n_window, room)
+                for old, new in zip(self._window, (k, v), strict=True)
+            )
+            if mass is not None and self._mass is not None:
+                self._mass = _placed(self._mass, mass, self.n_window, room)
+        self.n_window = size
+
+    def _flush(self, k: Tensor, v: Tensor, mass: Tensor | None) -> None:
+        """Evict among stored and leaving tokens, then encode those that stay."""
+        stored, new = self.table.length, k.shape[1]
+        kept = self.config.keep(stored, new, self.n_sinks + self.n_window, self.seen)
+        extra: dict[str, Tensor] = {}
+        lengths = None
+        if self.config.budget.evicts:
+            first = self.seen - self.n_window - new
+            position = torch.arange(first, first + new, device=k.device).expand(k.shape[0], -1)
+            extra = {"position": position.unsqueeze(-1)} | ({} if mass is None else {"mass": mass.unsqueeze(-1)})
+        if kept < stored + new:
+            chosen, lengths = self._select(stored, new, kept, position, mass)
+            k, v = (_taken(x, chosen) for x in (k, v))
+            extra = {name: _taken(x, chosen) for name, x in extra.items()}
+        if k.shape[1]:
+            packed = {f"k.{n}": x for n, x in self.config.key.encode(k).items()}
+            packed |= {f"v.{n}": x for n, x in self.config.value.encode(v).items()}
+            packed = {n: to_raw(x, self.raw) if n.endswith(".data") else x for n, x in packed.items()}
+            self.table.append(packed | extra, lengths)
+        if self.table.length > kept:
+            self._evict_pages(kept)
+
+    def _scores(self, mass: Tensor | None, position: Tensor) -> Tensor:
+        return self.config.scorer.score(mass if mass is not None else position.float(), position)
+
+    def _select(
+        self, stored: int, new: int, kept: int, position: Tensor, mass: Tensor | None
+    ) -> tuple[Int[Tensor, "N K"], list[int] | None]:
+        """Choose who stays, dropping stored tokens that do not.
+
+        Returns the indices of new tokens that stay and how many of them count for each head.
+        """
+        if self.config.block_tokens > 1:
+            # Whole pages only: thin the new tokens here; `_evict_pages` then weighs page against page.
+            room = kept if self.config.budget.revisits else kept - stored
+            return _best(self._scores(mass, position), min(new, room)), None
+        if not self.config.budget.revisits or not stored:
+            return _best(self._scores(mass, position), kept - stored), None
+        held = self.table.gather(["position", *(["mass"] if mass is not None else [])])
+        position = torch.cat([held["position"][..., 0].to(position.dtype), position], dim=1)
+        mass = None if mass is None else torch.cat([held["mass"][..., 0], mass], dim=1)
+        best = _best(self._scores(mass, position), kept)
+        is_new = best >= stored
+        # Ascending within each half: stored ones first, then, by the opposite order, new ones first.
+        old_first = best.gather(1, torch.argsort(is_new.to(torch.int8), dim=1, stable=True))
+        new_first = best.gather(1, torch.argsort((~is_new).to(torch.int8), dim=1, stable=True))
+        n_new = is_new.sum(1).tolist()
+        n_old = [kept - n for n in n_new]
+        self.table.keep(old_first[:, : max(n_old)].clamp_max(stored - 1), lengths=n_old)
+        return (new_first[:, : max(n_new)] - stored).clamp_min(0), n_new
+
+    def _evict_pages(self, kept: int) -> None:
+        """Drop whole pages, lowest mean score first."""
+        size = self.config.page_tokens
+        held = self.table.gather(["position", *(["mass"] if self.config.tracks_mass else [])])
+        mass = held["mass"][..., 0] if "mass" in held else None
+        scores = self._scores(mass, held["position"][..., 0]).unflatten(1, (-1, size)).mean(-1)
+        self.table.keep(_best(scores, kept // size), unit_tokens=size)
+
+
+class _Reader:
+    """K and V of one attention call: encoded pages as they are, raw tokens and new ones side by side."""
+
+    def __init__(self, row: Row, k: Tensor, v: Tensor) -> None:
+        self.row = row
+        self.dtype = torch.promote_types(k.dtype, torch.float32)
+        self.n_new, self.length = k.shape[1], row.table.length
+        self.packed = row.pages() if self.length else None
+        raw = [[*([row.sinks[i]] if row.sinks else []), *row.window()[i : i + 1], x] for i, x in enumerate((k, v))]
+        self.k, self.v = (torch.cat([p.to(self.dtype) for p in parts], dim=1) for parts in raw)
+
+    def probabilities(
+        self, q: Tensor, start: int, scale: float, softcap: float | None, sink_logits: Tensor | None
+    ) -> Float[Tensor, "N R T"]:
+        """Attention probabilities of queries start, start + 1, ... over stored | sinks | window | new."""
+        folded = kernel.fold_heads(q.to(self.dtype) * scale, self.k.shape[0])
+        logits = folded @ self.k.mT
+        if self.packed is not None:
+            logits = torch.cat([self.row.config.key.scores(folded, self.packed[0]), logits], dim=-1)
+        forbidden = self._forbidden(q.shape[1], start, logits.shape[-1], q.device)
+        return kernel.probabilities(logits, forbidden, softcap, sink_logits, q.shape[1])
+
+    def _forbidden(self, n_queries: int, start: int, columns: int, device: torch.device) -> Tensor | None:
+        """Later new tokens, and slots past a shorter head's count. None when everything may be read."""
+        forbidden = None
+        if start + 1 < self.n_new:
+            forbidden = torch.zeros(n_queries, columns, dtype=torch.bool, device=device)
+            rank = torch.arange(self.n_new, device=device)
+            forbidden[:, columns - self.n_new :] = rank > rank[start : start + n_queries].unsqueeze(1)
+        if self.row.table.ragged:
+            counts = torch.tensor(self.row.table.counts, device=device)
+            past = torch.zeros(len(counts), n_queries, columns, dtype=torch.bool, device=device)
+            past[..., : self.length] = (torch.arange(self.length, device=device) >= counts.unsqueeze(1)).unsqueeze(1)
+            forbidden = past if forbidden is None else past | forbidden
+        return forbidden
+
+    def mix(self, probs: Float[Tensor, "N R T"]) -> Float[Tensor, "N R D"]:
+        """Probability-weighted values."""
+        out = probs[..., self.length :] @ self.v
+        if self.packed is not None:
+            out = out + self.row.config.value.mix(probs[..., : self.length], self.packed[1], self.v.shape[2])
+        return out
+
+
+def _best(scores: Float[Tensor, "N T"], count: int) -> Int[Tensor, "N K"]:
+    """Ascending indices of the `count` highest scores; among equals the later token stays."""
+    order = torch.sort(scores, dim=1, stable=True).indices
+    return order[:, order.shape[1] - count :].sort(dim=1).values
+
+
+def _taken(x: Float[Tensor, "N T D"], index: Int[Tensor, "N K"]) -> Float[Tensor, "N K D"]:
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+
+
+def _placed(buffer: Tensor, new: Tensor, at: int, room: int) -> Tensor:
+    """`new` written into `buffer` from `at` on; a buffer with space for `room` tokens if the old one has none."""
+    if buffer.shape[1] < at + new.shape[1]:
+        grown = buffer.new_empty(buffer.shape[0], room, *buffer.shape[2:])
+        grown[:, :at] = buffer[:, :at]
+        buffer = grown
+    buffer[:, at : at + new.shape[1]] = new
+    return buffer

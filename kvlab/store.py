@@ -1,0 +1,183 @@
+"""Paged, packed storage: a pool of pages and, per sequence, one table of pages for each KV head.
+
+A page holds P tokens of one head: every stream of the K and V codecs, positions and attention mass where needed.
+Heads may hold different numbers of tokens. The store moves bytes; it does not know what they mean.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlab.codecs import Stream
+
+
+class PagePool:
+    """Pages of one kind, shared by the sequences of a layer. Grows by doubling; `fit` gives the slack back."""
+
+    def __init__(self, streams: Mapping[str, Stream], page_tokens: int, device: torch.device) -> None:
+        self.page_tokens = page_tokens
+        self.layout = dict(streams)
+        self.streams = {
+            name: torch.empty(0, s.rows, s.width, dtype=s.dtype, device=device) for name, s in self.layout.items()
+        }
+        self.free: list[int] = []
+        self.n_pages = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(s.page_bytes for s in self.layout.values())
+
+    @property
+    def used_pages(self) -> int:
+        return self.n_pages - len(self.free)
+
+    def storages(self) -> list[Tensor]:
+        """Every tensor that owns memory."""
+        return list(self.streams.values())
+
+    def alloc(self, count: int) -> list[int]:
+        """Ids of `count` pages, lowest first so that bulk appends stay contiguous."""
+        if count > len(self.free):
+            self._grow(max(count - len(self.free), self.n_pages))
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def release(self, pages: list[int]) -> None:
+        self.free = sorted(self.free + pages)
+
+    def _grow(self, extra: int) -> None:
+        self._move(torch.arange(self.n_pages), self.n_pages + extra)
+        self.free += range(self.n_pages, self.n_pages + extra)
+        self.n_pages += extra
+
+    def _move(self, source: Tensor, size: int) -> None:
+        """Rebuild each stream with `size` pages, of which the first are copies of pages `source`."""
+        for name, old in self.streams.items():
+            # Zeros, not empty: unread slots of a page must not turn 0 * x into NaN.
+            new = torch.zeros(size, *old.shape[1:], dtype=old.dtype, device=old.device)
+            new[: source.shape[0]] = old[source.to(old.device)]
+            self.streams[name] = new
+
+    def fit(self, tables: list["PageTable"]) -> None:
+        """Shrink to the pages `tables` use and renumber them there."""
+        used = sorted(page for table in tables for head in table.pages for page in head)
+        self._move(torch.tensor(used, dtype=torch.long), len(used))
+        self.n_pages, self.free = len(used), []
+        renumber = {old: new for new, old in enumerate(used)}
+        for table in tables:
+            table.renumber(renumber)
+
+
+class PageTable:
+    """The pages of one sequence in one layer: `pages[n]` in order, `counts[n]` tokens, for each KV head n."""
+
+    def __init__(self, pool: PagePool, n_heads: int) -> None:
+        self.pool = pool
+        self.pages: list[list[int]] = [[] for _ in range(n_heads)]
+        self.counts = [0] * n_heads
+        self._index: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens `gather` returns for every head: the longest head's."""
+        return max(self.counts)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether `gather` returns slots that hold no token."""
+        return any(count != self.length for count in self.counts)
+
+    def index(self) -> Int[Tensor, "N M"]:
+        """Page ids, padded with page 0 where a head has fewer."""
+        if self._index is None:
+            longest = max(len(p) for p in self.pages)
+            padded = [p + [0] * (longest - len(p)) for p in self.pages]
+            self._index = torch.tensor(padded, dtype=torch.long, device=self._device)
+        return self._index
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.pool.streams.values())).device
+
+    def append(self, packed: Mapping[str, Tensor], lengths: list[int] | None = None) -> None:
+        """Add tokens to every head: the first `lengths[n]` of head n, all of them by default.
+
+        Each stream is [N, t * rows / P, width]; t and the lengths are multiples of P / rows.
+        """
+        page = self.pool.page_tokens
+        tokens = max(x.shape[1] * page // self.pool.layout[name].rows for name, x in packed.items())
+        lengths = [tokens] * len(self.pages) if lengths is None else lengths
+        start = list(self.counts)
+        for head, pages in enumerate(self.pages):
+            self.counts[head] += lengths[head]
+            pages += self.pool.alloc(-(-self.counts[head] // page) - len(pages))
+        self._index = None
+        for name, rows in packed.items():
+            self._place(name, rows, start, lengths)
+
+    def _place(self, name: str, rows: Tensor, start: list[int], lengths: list[int]) -> None:
+        """Write the rows of the first `lengths[n]` tokens of head n from token `start[n]` on."""
+        index, stream, page = self.index(), self.pool.streams[name], self.pool.page_tokens
+        if index.numel() == 0:
+            return
+        per_page = stream.shape[1]
+        first, count = (
+            torch.tensor([x * per_page // page for x in xs], device=self._device) for xs in (start, lengths)
+        )
+        order = torch.arange(rows.shape[1], device=self._device).unsqueeze(0)
+        real = order < count.unsqueeze(1)
+        at = (first.unsqueeze(1) + order).clamp_max(index.shape[1] * per_page - 1)
+        flat = index.gather(1, at // per_page) * per_page + at % per_page
+        stream.view(-1, stream.shape[2])[flat[real]] = rows[real].to(stream.dtype)
+
+    def gather(self, names: list[str] | None = None) -> dict[str, Tensor]:
+        """Stored streams as [N, length * rows / P, width]. A shorter head's last rows are finite but mean nothing."""
+        index, page = self.index(), self.pool.page_tokens
+        if index.numel() == 0:
+            return {}
+        gathered = {}
+        for name in names or self.pool.streams:
+            stream = self.pool.streams[name]
+            gathered[name] = stream[index].flatten(1, 2)[:, : -(-self.length * stream.shape[1] // page)]
+        return gathered
+
+    def write(self, name: str, rows: Tensor) -> None:
+        """Replace one stream, in the shape `gather` returns."""
+        self._place(name, rows, [0] * len(self.pages), self.counts)
+
+    def keep(self, kept: Int[Tensor, "N K"], unit_tokens: int = 1, lengths: list[int] | None = None) -> None:
+        """Keep only `kept` (ascending), moving codes without re-rounding, and free the rest.
+
+        An index stands for one token, or for a whole page where `unit_tokens` is P. `lengths[n]` says how many of head
+        n's indices count, all of them by default.
+        """
+        per_page = self.pool.page_tokens // unit_tokens
+        moved = {}
+        for name, rows in self.gather().items():
+            grouped = rows.unflatten(1, (-1, self.pool.layout[name].rows // per_page))
+            index = kept[..., None, None].expand(-1, -1, *grouped.shape[2:])
+            moved[name] = grouped.gather(1, index).flatten(1, 2)
+        self.clear()
+        if moved:
+            self.append(moved, None if lengths is None else [n * unit_tokens for n in lengths])
+
+    def clear(self) -> None:
+        """Give every page back."""
+        for pages in self.pages:
+            self.pool.release(pages)
+        self.pages = [[] for _ in self.pages]
+        self.counts = [0] * len(self.counts)
+        self._index = None
+
+    def renumber(self, mapping: Mapping[int, int]) -> None:
+        self.pages = [[mapping[p] for p in head] for head in self.pages]
+        self._index = None
+
+    def copy(self) -> "PageTable":
+        """The same tokens on pages of their own."""
+        twin = PageTable(self.pool, len(self.pages))
+        if self.length:
+            twin.append(self.gather(), list(self.counts))
+        return twin
