@@ -26,12 +26,12 @@ def tango_z(b, c, n, diff):
     b, c, n, diff = (np.asarray(x, dtype=np.float64) for x in (b, c, n, diff))
     B = (2 * n - c + b) * diff - (b + c)
     C = -b * diff * (1 - diff)
-    root = np.sqrt(np.maximum(B * B - 8 * n * C, 0.0))
-    # The textbook root cancels when B > 0; the conjugate form does not.
+    # With C = 0 the root is |B| exactly; squaring a B under 1e-154 would lose it.
+    root = np.where(C == 0, np.abs(B), np.sqrt(np.maximum(B * B - 8 * n * C, 0.0)))
+    q = (root - B) / (4 * n)
+    variance = np.maximum(n * (2 * q + diff * (1 - diff)), 0.0)
+    gap = c - b - n * diff
     with np.errstate(divide="ignore", invalid="ignore"):
-        q = np.where(B > 0, np.where(C == 0, 0.0, -2 * C / (B + root)), (root - B) / (4 * n))
-        variance = np.maximum(n * (2 * q + diff * (1 - diff)), 0.0)
-        gap = c - b - n * diff
         z = np.where(variance > 0, gap / np.sqrt(variance), np.where(gap == 0, 0.0, np.sign(gap) * np.inf))
     return float(z) if z.ndim == 0 else z
 

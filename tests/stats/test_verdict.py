@@ -143,6 +143,8 @@ def test_a_rise_is_corrected_for_the_number_of_families():
     )  # fmt: skip
     assert one.families["math"].p_superior == pytest.approx(0.01953, abs=1e-5)
     assert (one.verdict, three.verdict) == ("RISES", "HOLDS")
+    # 1 against 7 is .035: not enough even alone.
+    assert judge({"math": paired(200, 1, 7)}, 0.05, control_failed=CAUGHT, replication=fresh).verdict == "HOLDS"
 
 
 def test_a_control_is_caught_only_by_a_loss():
