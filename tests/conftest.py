@@ -1,0 +1,52 @@
+"""Runtime checks of annotations, limits for property tests, and shared fixtures.
+
+The import hook must be in place before the modules it checks are imported, so this file imports none of kvlab.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Shapes and types of every annotated function here are checked at each call a test makes.
+CHECKED = ("kvlab.kernels", "kvlab.codecs", "kvlab.policies", "kvlab.row", "kvlab.cache")
+
+_early = sorted(name for name in sys.modules if name.startswith(CHECKED))
+if _early:
+    raise RuntimeError(f"{_early} were imported before their annotations could be checked")
+install_import_hook(list(CHECKED), "beartype.beartype")
+
+# No deadlines: two shared cores make no promise about time.
+hypothesis.settings.register_profile("kvlab", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("kvlab")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tiny tensors gain nothing from threads, and xdist workers share the cores."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """Public data sets kept outside the repository; skips where there are none."""
+    named = os.environ.get("KVLAB_DATA")
+    folder = Path(named) if named else ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no data at {folder}: set KVLAB_DATA to a folder that holds it")
+    return folder
+
+
+@pytest.fixture
+def tiny_model():
+    """The factory of tests/tiny.py."""
+    import tiny
+
+    return tiny.tiny_model
