@@ -22,9 +22,9 @@ def test_every_field_is_there_even_when_unknown(monkeypatch):
 
 
 def repository(folder):
-    run = lambda *words: (
-        subprocess.run(["git", "-C", folder, *words], check=True, capture_output=True, text=True).stdout
-    )
+    def run(*words):
+        return subprocess.run(["git", "-C", folder, *words], check=True, capture_output=True, text=True).stdout
+
     run("init", "-q")
     run("config", "user.email", "t@example.org")
     run("config", "user.name", "t")

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -253,6 +254,37 @@ def test_a_killed_writer_leaves_whole_files_and_a_run_that_can_go_on(tmp_path):
         assert not reopened.is_complete()
     run.set_status("done")  # taken over without any cleaning
     assert run.is_complete()
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from kvlab.runs import Run
+run = Run.open(Path(sys.argv[1]))
+os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+run.append([{"id": "new"}]) if sys.argv[2] == "rows" else run.write_json("result.json", {"new": True})
+"""
+
+
+@pytest.mark.parametrize("what", ["rows", "result"])
+def test_a_kill_in_mid_write_leaves_the_old_file(tmp_path, what):
+    run = Run.create(tmp_path, "x", CONFIG)
+    run.append([{"id": "old"}])
+    run.write_json("result.json", {"old": True})
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(run.path), what])
+    assert done.returncode == -signal.SIGKILL
+    assert Run.open(run.path).rows()["id"].tolist() == ["old"]
+    assert strict(run.path / "result.json") == {"old": True}
+
+
+def test_a_full_disk_leaves_no_half_made_run(tmp_path, monkeypatch):
+    def full(extra):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvlab.runs.provenance", full)
+    with pytest.raises(OSError, match=r"cannot create a run under .*: No space left on device"):
+        Run.create(tmp_path, "x", CONFIG)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_writers_are_refused_while_both_live(tmp_path):

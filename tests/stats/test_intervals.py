@@ -96,6 +96,7 @@ def test_sign_flip_matches_mcnemar_and_scipy():
     assert sign_flip_p(binary) == pytest.approx(mcnemar_p(2, 9))
     assert sign_flip_p(binary, alternative="greater") == pytest.approx(mcnemar_p(2, 9, "greater"))
     assert sign_flip_p([0.0] * 5) == 1.0
+    assert sign_flip_p([0.5] * 80, alternative="greater") == 1 / 10_001  # a simulated p-value is never zero
     rng = np.random.default_rng(5)
     diffs = rng.normal(0.05, 0.2, 80).clip(-1, 1)
     reference = scipy_stats.permutation_test(
