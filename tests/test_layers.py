@@ -1,0 +1,204 @@
+"""The floors: imports go down only, and each heavy dependency is let in at few doors."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "kvlab"
+
+# The unit is the file or folder right under kvlab/. A unit may import units of lower floors, and itself.
+FLOORS: dict[str, float] = {
+    "kernels": 0,
+    "codecs": 1,
+    "policies": 1,
+    "store": 1.5,
+    "config": 2,
+    "vocabulary": 2.5,
+    "row": 2.7,
+    "cache": 3,
+    "export": 3,
+    "models": 4,
+    "attach": 4,
+    "snapshot": 4,
+    "subject": 5,
+    "search": 6,
+    "bench": 6,
+    "__main__": 7,
+}
+# Beside the tower: no torch, no transformers, and of kvlab only each other. Floors from 4 on may use them.
+BESIDE = {"evals", "provenance", "report", "runs", "stats", "sweep"}
+BESIDE_FROM = 4
+# Who may import what, directly. Names that are not listed here are free.
+DOORS: dict[str, set[str]] = {
+    "transformers": {"cache", "attach", "models", "snapshot", "subject"},
+    "torch": set(FLOORS),
+    "safetensors": {"models", "snapshot"},
+    "gguf": {"models"},
+    "datasets": {"evals"},
+    "optuna": {"search"},
+    "papermill": {"sweep"},
+    "triton": {"kernels"},
+}
+NEVER = {"tests", "sweeps", "notebooks", "tiny", "conftest", "pytest", "hypothesis", "beartype"}
+
+
+def unit_of(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return "" if parts == ("__init__",) else parts[0]
+
+
+def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything a file imports, wherever in it; relative names resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                context = module if is_package else module.rpartition(".")[0]
+                base = importlib.util.resolve_name("." * node.level + base, context)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__"):
+                argument = node.args[0]
+                yield node.lineno, argument.value if isinstance(argument, ast.Constant) else "<computed>"
+
+
+def faults(package: Path) -> list[str]:
+    """Every import under `package` that breaks a rule above, as `file:line: why`."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        unit = unit_of(path, package)
+        dotted = path.relative_to(package.parent).with_suffix("").parts
+        is_package = dotted[-1] == "__init__"
+        module = ".".join(dotted[:-1] if is_package else dotted)
+        if unit and unit not in FLOORS and unit not in BESIDE:
+            found.append(f"{path.name}:1: {unit} has no floor: give it one in FLOORS or BESIDE")
+            continue
+        for line, name in imported(ast.parse(path.read_text()), module, is_package):
+            why = fault(unit, name)
+            if why:
+                found.append(f"{path.relative_to(package.parent)}:{line}: {why}")
+    return found
+
+
+def fault(unit: str, name: str) -> str | None:
+    """Why `unit` may not import `name`, or None."""
+    top, _, rest = name.partition(".")
+    if top == "<computed>":
+        return None if unit == "" else "imports a computed name: nobody can tell what it needs"
+    if top in NEVER:
+        return f"{unit} imports {top}: the package must not know its tests, notebooks and tools"
+    if top != "kvlab":
+        if top in DOORS and unit not in DOORS[top]:
+            return f"{unit or 'kvlab'} imports {top}: only {sorted(DOORS[top])} may"
+        return None
+    target = rest.partition(".")[0]
+    if not target:
+        return f"{unit} imports kvlab itself: name the module"
+    if unit == "":
+        return f"kvlab imports {target} on import: names load on first use"
+    if target == unit:
+        return None
+    if target not in FLOORS and target not in BESIDE:
+        return f"{unit} imports {name}, which is no module: import it from where it lives"
+    if unit in BESIDE:
+        return None if target in BESIDE else f"{unit} imports {target}: it may import only {sorted(BESIDE)}"
+    if target in BESIDE:
+        allowed = FLOORS[unit] >= BESIDE_FROM
+        return None if allowed else f"{unit} (floor {FLOORS[unit]}) imports {target}: the engine knows no evaluation"
+    if FLOORS[target] >= FLOORS[unit]:
+        way = "sideways" if FLOORS[target] == FLOORS[unit] else "upwards"
+        return f"{unit} (floor {FLOORS[unit]}) imports {target} (floor {FLOORS[target]}), {way}"
+    return None
+
+
+def test_every_import_goes_down() -> None:
+    assert faults(PACKAGE) == []
+
+
+def test_every_floor_is_looked_at() -> None:
+    # An empty walk would pass the test above.
+    seen = {unit_of(path, PACKAGE) for path in PACKAGE.rglob("*.py")}
+    assert {"", "kernels", "codecs", "policies", "store", "config", "row", "cache", "attach", "models"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "word"),
+    [
+        ("kernels/pack.py", "from kvlab.codecs import Raw", "upwards"),
+        ("kernels/pack.py", "def f():\n    import transformers", "transformers"),
+        ("codecs/raw.py", "from kvlab.policies.base import Scorer", "sideways"),
+        ("codecs/raw.py", "from ..policies import base", "sideways"),
+        ("codecs/raw.py", "from .. import config", "upwards"),
+        ("policies/recency.py", "import kvlab.config", "upwards"),
+        ("store.py", "from kvlab import cache", "upwards"),
+        ("config.py", "import optuna.trial", "optuna"),
+        ("row.py", "import importlib\nimportlib.import_module('kvlab.attach')", "upwards"),
+        ("row.py", "import importlib\nname = 'x'\nimportlib.import_module(name)", "computed"),
+        ("row.py", "from kvlab.evals.item import Item", "no evaluation"),
+        ("vocabulary.py", "from kvlab.row import Row", "upwards"),
+        ("models/loading.py", "from kvlab.attach import attach", "sideways"),
+        ("cache.py", "from kvlab import KVConfig", "no module"),
+        ("stats/paired.py", "from kvlab.config import KVConfig", "only"),
+        ("evals/item.py", "import torch.nn", "torch"),
+        ("runs.py", "if True:\n    from transformers import AutoModel", "transformers"),
+        ("models/loading.py", "from tests import tiny", "tests"),
+        ("models/loading.py", "import kvlab", "name the module"),
+        ("__init__.py", "from kvlab.config import KVConfig", "first use"),
+        ("utilities.py", "", "no floor"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, path: str, source: str, word: str) -> None:
+    file = tmp_path / "kvlab" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    found = faults(tmp_path / "kvlab")
+    assert len(found) == 1
+    assert word in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("codecs/raw.py", "import torch\nfrom kvlab.codecs.base import Codec\nfrom kvlab.kernels import pack"),
+        ("config.py", "from kvlab.codecs import Raw\nfrom kvlab.policies import Recency"),
+        ("subject.py", "from kvlab.evals.item import Item\nfrom kvlab.attach import attach"),
+        ("runs.py", "import pandas\nfrom kvlab.provenance import provenance"),
+        ("evals/loaders.py", "def f():\n    from datasets import load_dataset"),
+    ],
+)
+def test_a_right_import_is_no_fault(tmp_path: Path, path: str, source: str) -> None:
+    file = tmp_path / "kvlab" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    assert faults(tmp_path / "kvlab") == []
+
+
+def loaded_after(statements: str, names: set[str]) -> set[str]:
+    """Which of `names` a fresh Python holds after running `statements`."""
+    code = f"import sys\n{textwrap.dedent(statements)}\nprint(*({names!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_kvlab_loads_nothing_heavy() -> None:
+    heavy = {"torch", "transformers", "nbformat", "jsonschema", "numpy", "pandas", "optuna", "matplotlib"}
+    assert loaded_after("import kvlab\nassert 'attach' in dir(kvlab)", heavy) == set()
+
+
+def test_what_stands_beside_the_tower_never_loads_torch() -> None:
+    files = [p for unit in sorted(BESIDE) for p in (PACKAGE / f"{unit}.py", *(PACKAGE / unit).glob("*.py"))]
+    dotted = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in files if p.exists()]
+    modules = [name.removesuffix(".__init__") for name in dotted if not name.endswith("__main__")]
+    assert len(modules) > 5
+    statements = "\n".join(f"import {name}" for name in modules)
+    assert loaded_after(statements, {"torch", "transformers", "kvlab.config", "kvlab.codecs"}) == set()
