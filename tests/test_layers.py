@@ -26,7 +26,7 @@ FLOORS: dict[str, float] = {
     "export": 3,
     "models": 4,
     "attach": 4,
-    "snapshot": 4,
+    "snapshot": 4.5,  # runs its one prefill on an attached model
     "subject": 5,
     "search": 6,
     "bench": 6,
