@@ -57,16 +57,16 @@ class Run:
         short = re.sub(r"[^a-z0-9]+", "-", slug.lower()).strip("-")[:40].strip("-")
         if not short:
             raise ValueError(f"slug must hold a letter or digit to name a folder, got {slug!r}")
-        clean = redacted(_plain(config, "config", refuse_nan=True))
+        clean = redacted(plain(config, "config", refuse_nan=True))
         digest = config_hash(clean)
         root, path = Path(root), None
         try:
             path = _claim(root, short, digest[:8])
             (path / "items").mkdir()
             (path / "figures").mkdir()
-            _write(path / "config.json", _dump(clean))
-            _write(path / "provenance.json", _dump(_plain(provenance(extra_provenance), "provenance")))
-            _write(path / "status.json", _dump(_status("running", {}, None)))
+            write_whole(path / "config.json", _dump(clean))
+            write_whole(path / "provenance.json", _dump(plain(provenance(extra_provenance), "provenance")))
+            write_whole(path / "status.json", _dump(_status("running", {}, None)))
             final = path.with_name(path.name[1 : -len(".tmp")])
             path.rename(final)
         except OSError as error:
@@ -105,7 +105,7 @@ class Run:
         if state not in STATES:
             raise ValueError(_nearest("state", state, STATES))
         with self.lock():
-            _write(self.path / "status.json", _dump(_status(state, _plain(info, "status"), self.status)))
+            write_whole(self.path / "status.json", _dump(_status(state, plain(info, "status"), self.status)))
 
     def is_complete(self) -> bool:
         """Whether the run said it was done."""
@@ -142,7 +142,7 @@ class Run:
 
     def write_json(self, name: str, obj: Any) -> Path:
         """Write a JSON document into the folder; numbers that are not finite become null."""
-        return self.write_bytes(name, _dump(_plain(obj, name)))
+        return self.write_bytes(name, _dump(plain(obj, name)))
 
     def read_json(self, name: str) -> Any:
         return json.loads(self._inside(name).read_text())
@@ -156,7 +156,7 @@ class Run:
         target = self._inside(name)
         with self.lock():
             target.parent.mkdir(exist_ok=True)
-            _write(target, data)
+            write_whole(target, data)
         return target
 
     def write_table(self, name: str, frame: pd.DataFrame) -> Path:
@@ -188,7 +188,7 @@ class Run:
                 raise RuntimeError(
                     f"{self.path.name} was last written by {_who(note)}. If that process is gone, delete {note}"
                 )
-            _write(note, _dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}))
+            write_whole(note, _dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}))
             self._held = True
             yield
         finally:
@@ -230,7 +230,7 @@ def config_hash(config: Mapping) -> str:
     0.125 and 0.12 differ, and so do 1 and 1.0. Put in the config whatever decides the result, such as model revision,
     item set hash and the versions that matter.
     """
-    clean = redacted(_plain(config, "config", refuse_nan=True))
+    clean = redacted(plain(config, "config", refuse_nan=True))
     return hashlib.sha256(
         json.dumps(clean, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     ).hexdigest()
@@ -332,7 +332,7 @@ def _scalar(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _plain(obj: Any, where: str, *, refuse_nan: bool = False) -> Any:
+def plain(obj: Any, where: str, *, refuse_nan: bool = False) -> Any:
     """The same value in JSON types only. Raises ValueError naming the place of anything JSON cannot hold."""
     obj = _scalar(obj)
     if obj is None or isinstance(obj, bool | int | str):
@@ -349,9 +349,9 @@ def _plain(obj: Any, where: str, *, refuse_nan: bool = False) -> Any:
         odd = [k for k in obj if not isinstance(k, str)]
         if odd:
             raise ValueError(f"{where} has key {odd[0]!r}: keys must be text to survive JSON")
-        return {k: _plain(v, f"{where}.{k}", refuse_nan=refuse_nan) for k, v in obj.items()}
+        return {k: plain(v, f"{where}.{k}", refuse_nan=refuse_nan) for k, v in obj.items()}
     if isinstance(obj, list | tuple):
-        return [_plain(v, f"{where}[{i}]", refuse_nan=refuse_nan) for i, v in enumerate(obj)]
+        return [plain(v, f"{where}[{i}]", refuse_nan=refuse_nan) for i, v in enumerate(obj)]
     raise ValueError(f"{where} is a {type(obj).__name__}: JSON holds text, numbers, lists and mappings only")
 
 
@@ -359,7 +359,8 @@ def _dump(obj: Any) -> bytes:
     return (json.dumps(obj, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a reader or a crash sees the old one or the new one, never a part."""
     _replace(path, lambda handle: handle.write(data))
 
 
