@@ -161,12 +161,8 @@ class KVConfig:
         if self.raw_dtype not in ("auto", *RAW_DTYPES):
             raise ValueError(f"raw_dtype must be 'auto' or one of {tuple(RAW_DTYPES)}, got {self.raw_dtype!r}")
         for name, base in (("key", Codec), ("value", Codec), ("scorer", Scorer), ("budget", Budget)):
-            if not isinstance(getattr(self, name), base):
-                raise ValueError(f"{name} must be a {base.__name__}, got {getattr(self, name)!r}")
-        object.__setattr__(self, "overrides", tuple(sorted(self.overrides, key=lambda o: o[0])))
-        layers = [layer for layer, _, _ in self.overrides]
-        if len(set(layers)) != len(layers):
-            raise ValueError(f"overrides must name each layer once, got layers {layers}")
+            object.__setattr__(self, name, _normal(getattr(self, name), base, name))
+        object.__setattr__(self, "overrides", _normal_overrides(self.overrides))
         for _, key, value in [(-1, self.key, self.value), *self.overrides]:
             self._check_blocks(key, value)
 
@@ -228,7 +224,9 @@ class KVConfig:
 
     def effective_bits(self, shape: ModelShape, tokens: int) -> float:
         """Stored bits per K or V element ever seen, everything included, for a prompt of `tokens`; 16 is raw."""
-        return self.predicted_bytes(shape, tokens) * 8 / (shape.raw_bytes(tokens, itemsize=1))
+        if tokens < 1:
+            raise ValueError(f"effective bits need tokens to share the bytes, got tokens={tokens}")
+        return self.predicted_bytes(shape, tokens) * 8 / shape.raw_bytes(tokens, itemsize=1)
 
     @property
     def label(self) -> str:
@@ -259,15 +257,16 @@ class KVConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "KVConfig":
         """Inverse of `to_dict`. Raises ValueError for an unknown key or kind, naming the nearest, and for NaN."""
-        known = {f.name for f in fields(cls)}
-        _refuse_unknown(data, known, "kv_config")
+        if not isinstance(data, Mapping):
+            raise ValueError(f"kv_config must be a table, got {data!r}")
+        _refuse_unknown(data, {f.name for f in fields(cls)}, "kv_config")
         kwargs = dict(data)
         for name, registry in (("key", CODECS), ("value", CODECS), ("scorer", SCORERS), ("budget", BUDGETS)):
             if name in kwargs:
                 kwargs[name] = _build(registry, kwargs[name], name)
         kwargs["overrides"] = tuple(
             (layer, _build(CODECS, k, f"overrides[{layer}].key"), _build(CODECS, v, f"overrides[{layer}].value"))
-            for layer, k, v in kwargs.get("overrides", ())
+            for layer, k, v in _triples(kwargs.get("overrides", ()))
         )
         return cls(**kwargs)
 
@@ -292,10 +291,41 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
+def _normal(part: Any, base: type, where: str) -> Any:
+    """`part` with every field in its own type, so that equal settings have equal JSON: 1.0 for 1, 0.0 for -0.0."""
+    if not isinstance(part, base):
+        raise ValueError(f"{where} must be a {base.__name__}, got {part!r}")
+    own = {f.name: _typed(getattr(part, f.name), f.default, f"{where}.{f.name}") for f in fields(part)}  # type: ignore[arg-type]
+    return type(part)(**own)
+
+
+def _triples(overrides: Any) -> list[tuple[Any, Any, Any]]:
+    if not isinstance(overrides, (list, tuple)):
+        raise ValueError(f"overrides must be a list of [layer, key, value], got {overrides!r}")
+    for i, entry in enumerate(overrides):
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3:
+            raise ValueError(f"overrides[{i}] must be [layer, key, value], got {entry!r}")
+        if type(entry[0]) is not int or entry[0] < 0:
+            raise ValueError(f"overrides[{i}] must start with a layer, an integer of at least 0, got {entry[0]!r}")
+    return [tuple(entry) for entry in overrides]
+
+
+def _normal_overrides(overrides: Any) -> tuple[tuple[int, Codec, Codec], ...]:
+    """Sorted by layer, each layer once, codecs checked."""
+    triples = sorted(_triples(overrides), key=lambda o: o[0])
+    layers = [layer for layer, _, _ in triples]
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"overrides must name each layer once, got layers {layers}")
+    return tuple(
+        (layer, _normal(k, Codec, f"overrides[{layer}].key"), _normal(v, Codec, f"overrides[{layer}].value"))
+        for layer, k, v in triples
+    )
+
+
 def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys are {sorted(known)}"
             raise ValueError(f"unknown key {key!r} in {where}: {hint}")
 
@@ -305,7 +335,7 @@ def _build(registry: Mapping[str, type], data: Any, where: str) -> Any:
     if not isinstance(data, Mapping) or "kind" not in data:
         raise ValueError(f"{where} must be a table with a 'kind', one of {sorted(registry)}, got {data!r}")
     kind = data["kind"]
-    if kind not in registry:
+    if not isinstance(kind, str) or kind not in registry:
         near = difflib.get_close_matches(str(kind), registry, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known kinds are {sorted(registry)}"
         raise ValueError(f"unknown kind {kind!r} in {where}: {hint}")
@@ -325,6 +355,8 @@ def _typed(value: Any, default: Any, where: str) -> Any:
         value = float(value)
     if type(value) is not type(default):
         raise ValueError(f"{where} must be {type(default).__name__}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} must be a finite number, got {value!r}")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} must be a finite number, got {value!r}")
+        return value + 0.0  # no minus zero
     return value

@@ -19,11 +19,16 @@ CHECKED = ("kvlab.kernels", "kvlab.codecs", "kvlab.policies", "kvlab.row", "kvla
 _early = sorted(name for name in sys.modules if name.startswith(CHECKED))
 if _early:
     raise RuntimeError(f"{_early} were imported before their annotations could be checked")
-install_import_hook(list(CHECKED), "beartype.beartype")
+install_import_hook(list(CHECKED), "checking.check")
 
 # No deadlines: two shared cores make no promise about time.
 hypothesis.settings.register_profile("kvlab", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("kvlab")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # beartype looks at a random item of a list, also while hypothesis builds one.
+    config.addinivalue_line("filterwarnings", "ignore:Do not use the `random` module")
 
 
 @pytest.fixture(autouse=True, scope="session")

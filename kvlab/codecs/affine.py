@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.codecs.base import Codec, Packed, Stream
+from kvlab.codecs.base import Codec, Packed, Stream, widened
 from kvlab.kernels import affine
 from kvlab.kernels.affine import Axis, Groups, Mode
 from kvlab.kernels.hadamard import hadamard
@@ -78,14 +78,14 @@ class Affine(Codec):
         return streams
 
     def encode(self, x: Tensor) -> Packed:
-        x = hadamard(x) if self.hadamard else x
+        x = hadamard(widened(x)) if self.hadamard else x
         codes, scale, zero = affine.quantize(x, self._spec(x.shape[-1]))
         return {"codes": codes, "scale": scale} | ({} if zero is None else {"zero": zero})
 
     def decode(self, packed: Packed, head_dim: int, dtype: torch.dtype) -> Tensor:
-        spec = self._spec(head_dim)
-        x = affine.dequantize(packed["codes"], packed["scale"], packed.get("zero"), spec, head_dim, dtype)
-        return hadamard(x) if self.hadamard else x
+        spec, compute = self._spec(head_dim), torch.promote_types(dtype, torch.float32)
+        x = affine.dequantize(packed["codes"], packed["scale"], packed.get("zero"), spec, head_dim, compute)
+        return (hadamard(x) if self.hadamard else x).to(dtype)
 
     def scores(self, q: Tensor, packed: Packed) -> Tensor:
         q = hadamard(q) if self.hadamard else q

@@ -37,6 +37,11 @@ class Codec(ABC):
         return 1
 
     @property
+    def per_head(self) -> bool:
+        """Whether KV heads are stored by different rules, so that heads of several layers cannot be encoded as one."""
+        return False
+
+    @property
     @abstractmethod
     def label(self) -> str:
         """Short name for tables, such as `int4` or `fp8_e4m3`."""
@@ -69,6 +74,11 @@ class Codec(ABC):
         """Stored bits per element of a full page, scales and zeros included."""
         total = sum(s.page_bytes for s in self.streams(head_dim, page_tokens, raw).values())
         return total * 8 / (head_dim * page_tokens)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32 at least: a rotation in 16 bit would lose more than many a codec does, and may overflow."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def to_raw(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlab.codecs.base import Codec, Packed, Stream
+from kvlab.codecs.base import Codec, Packed, Stream, widened
 from kvlab.kernels.hadamard import hadamard
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -41,8 +41,16 @@ class Fp8(Codec):
             raise ValueError(f"fp8 exponents belong to scale='static', got {self.exponents} with scale='dynamic'")
 
     @property
+    def per_head(self) -> bool:
+        return len(self.exponents) > 1
+
+    @property
     def label(self) -> str:
-        return f"fp8_{self.format}" + (" dyn" if self.scale == "dynamic" else "") + (" rot" if self.hadamard else "")
+        parts = [f"fp8_{self.format}"]
+        parts += ["dyn"] if self.scale == "dynamic" else []
+        parts += [f"x2^{','.join(map(str, self.exponents))}"] if self.exponents != (0,) else []
+        parts += ["rot"] if self.hadamard else []
+        return " ".join(parts)
 
     def check(self, head_dim: int, kv_heads: int, page_tokens: int) -> None:
         if len(self.exponents) not in (1, kv_heads):
@@ -57,17 +65,19 @@ class Fp8(Codec):
             streams["exponent"] = Stream(page_tokens, 1, torch.int8)
         return streams
 
+    def _rotated(self, x: Tensor) -> Tensor:
+        """What the codes are made from, in float32 or wider."""
+        return hadamard(widened(x)) if self.hadamard else widened(x)
+
     def _static(self, like: Tensor) -> Tensor:
         return torch.tensor(self.exponents, dtype=torch.float32, device=like.device).exp2().view(-1, 1, 1)
 
     def encode(self, x: Float[Tensor, "N T D"]) -> Packed:
         dtype = DTYPES[self.format]
         limit = torch.finfo(dtype).max
-        compute = torch.promote_types(x.dtype, torch.float32)
-        x = x.to(compute)
-        x = hadamard(x) if self.hadamard else x
+        x = self._rotated(x)
         if self.scale == "static":
-            return {"codes": (x / self._static(x).to(compute)).clamp(-limit, limit).to(dtype).view(torch.uint8)}
+            return {"codes": (x / self._static(x).to(x.dtype)).clamp(-limit, limit).to(dtype).view(torch.uint8)}
         peak = x.abs().amax(-1, keepdim=True)
         exponent = torch.where(peak > 0, (peak / limit).clamp_min(2.0**-120).log2().ceil(), 0.0).clamp(-120, 120)
         codes = (x / exponent.exp2()).clamp(-limit, limit).to(dtype)
@@ -77,7 +87,7 @@ class Fp8(Codec):
         """How many values lie beyond the largest finite code, the rule being |x| / scale > max."""
         if self.scale == "dynamic":
             return 0
-        x = hadamard(x) if self.hadamard else x
+        x = self._rotated(x)
         return int(((x / self._static(x)).abs() > torch.finfo(DTYPES[self.format]).max).sum())
 
     def _values(self, packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -91,8 +101,9 @@ class Fp8(Codec):
         return packed["exponent"].to(dtype).exp2()
 
     def decode(self, packed: Packed, head_dim: int, dtype: torch.dtype) -> Tensor:
-        x = self._values(packed, dtype) * self._scale(packed, dtype)
-        return hadamard(x) if self.hadamard else x
+        compute = torch.promote_types(dtype, torch.float32)
+        x = self._values(packed, compute) * self._scale(packed, compute)
+        return (hadamard(x) if self.hadamard else x).to(dtype)
 
     def scores(self, q: Tensor, packed: Packed) -> Tensor:
         q = hadamard(q) if self.hadamard else q

@@ -26,6 +26,11 @@ class Unlimited(Budget):
         return stored + new
 
 
+def _ratio(share: float) -> Ratio:
+    """A share as a person means it: 1 - 0.7 is 3/10, not the 0.30000000000000004 that floats make of it."""
+    return Ratio(f"{share:.12g}")
+
+
 def _within(limit: int, stored: int, new: int, protected: int) -> int:
     """Clamp a limit on all tokens to what the encoded part may keep. A sequence never loses its last token."""
     floor = 0 if protected else min(1, stored + new)
@@ -67,7 +72,7 @@ class Fraction(Budget):
         return f"{self.fraction * 100:.4g}%"
 
     def keep(self, stored: int, new: int, protected: int, seen: int) -> int:
-        return _within(math.ceil(Ratio(str(self.fraction)) * seen), stored, new, protected)
+        return _within(math.ceil(_ratio(self.fraction) * seen), stored, new, protected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,5 +95,5 @@ class Threshold(Budget):
         return f"q{self.quantile:g}"
 
     def keep(self, stored: int, new: int, protected: int, seen: int) -> int:
-        kept = new - math.floor(Ratio(str(self.quantile)) * new)
+        kept = new - math.floor(_ratio(self.quantile) * new)
         return stored + (max(kept, 1) if stored + protected == 0 and new else kept)

@@ -31,7 +31,7 @@ class WindowAttention(Scorer):
 
     @property
     def label(self) -> str:
-        return f"snapkv w{self.window}"
+        return f"snapkv w{self.window}" + (f" p{self.pool}" if self.pool != 5 else "")
 
     def query_weights(self, n_queries: int) -> Tensor:
         if n_queries >= self.window:
