@@ -97,12 +97,9 @@ def test_the_id_is_the_same_in_every_process() -> None:
         "print(KVConfig().id, KVConfig(key=Affine(bits=4), value=Fp8('e5m2'), scorer=AttentionMass(0.9),"
         " budget=Fraction(0.25), overrides=((3, Fp8(), Affine(bits=2)),)).id)"
     )
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
-        ).stdout
-        for seed in ("0", "1")
-    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"}
+    )
     here = KVConfig(
         key=Affine(bits=4),
         value=Fp8("e5m2"),
