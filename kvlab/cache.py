@@ -21,6 +21,10 @@ from kvlab.store import PagePool
 Mode = Literal["packed", "dense"]
 HANDLE_KWARG = "kvlab_handle"
 _HANDLE_ATTRIBUTE = "_kvlab_handle"
+_UNATTENDED = (
+    "the last update was never attended: either that forward was interrupted (start again with a fresh cache), or the "
+    "model does not call kvlab's attention function"
+)
 
 
 class SeamError(RuntimeError):
@@ -31,9 +35,11 @@ class Handle:
     """One layer's pending attention: K and V of the new tokens, and who serves them. Good for one call."""
 
     def __init__(self, layer: "KVLayer | StackedLayer", k: Tensor, v: Tensor) -> None:
-        self.layer, self.k, self.v = layer, k, v
+        self.layer = layer
+        self.k: Tensor | None = k
+        self.v: Tensor | None = v
         self.consumed = False
-        self._versions = (k._version, v._version)
+        self._versions = _versions(k, v)
 
     @staticmethod
     def of(key: Tensor, kwargs: dict[str, Any]) -> "Handle | None":
@@ -42,7 +48,8 @@ class Handle:
 
     def publish(self, kwargs: dict[str, Any] | None) -> None:
         """Both channels: the kwargs the model splats into attention (transformers >= 5.24), and the tensor."""
-        setattr(self.k, _HANDLE_ATTRIBUTE, self)
+        if self.k is not None:
+            setattr(self.k, _HANDLE_ATTRIBUTE, self)
         if kwargs is not None:
             kwargs[HANDLE_KWARG] = self
 
@@ -57,12 +64,20 @@ class Handle:
         sink_logits: Float[Tensor, " H"] | None,
     ) -> Float[Tensor, "B H Q E"]:
         """Serve the call. Raises SeamError when K or V were replaced or changed after `update`, or served before."""
-        if k is not self.k or v is not self.v or (k._version, v._version) != self._versions:
-            raise SeamError("the model changes K or V between Cache.update and attention; attach it in dense mode")
         if self.consumed:
             raise SeamError("two attention calls read one Cache.update (shared K/V layers); attach it in dense mode")
+        if k is not self.k or v is not self.v or _versions(k, v) != self._versions:
+            raise SeamError("the model changes K or V between Cache.update and attention; attach it in dense mode")
+        out = self.layer.attend(q, k, v, scale, valid, softcap, sink_logits)
         self.consumed = True
-        return self.layer.attend(q, k, v, scale, valid, softcap, sink_logits)
+        # The key carries this handle: holding it in turn would keep both until the next garbage collection.
+        self.k = self.v = None
+        return out
+
+
+def _versions(k: Tensor, v: Tensor) -> tuple[int, int]:
+    """How often each was written to. Inference tensors do not count; there the identity check has to do."""
+    return (0, 0) if k.is_inference() or v.is_inference() else (k._version, v._version)
 
 
 def _attend_rows(
@@ -74,19 +89,17 @@ def _attend_rows(
     valid: Tensor | None,
     softcap: float | None,
     sink_logits: Tensor | None,
+    read_only: bool = False,
 ) -> Float[Tensor, "B H Q E"]:
     """Each row over its own store. Padding never enters a row; its outputs are zeros."""
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for b, row in enumerate(rows):
-        if valid is None or bool(valid[b].all()):
-            out[b], mass = row.attend(q[b], k[b], v[b], scale, softcap, sink_logits)
-            row.commit(k[b], v[b], mass)
-            continue
-        real = valid[b].nonzero().squeeze(1)
-        if real.numel():
-            part, mass = row.attend(q[b][:, real], k[b][:, real], v[b][:, real], scale, softcap, sink_logits)
-            out[b][:, real] = part
-            row.commit(k[b][:, real], v[b][:, real], mass)
+        real = slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
+        q_b, k_b, v_b = (x[b][:, real] for x in (q, k, v))
+        if k_b.shape[1]:
+            out[b][:, real], mass = row.attend(q_b, k_b, v_b, scale, softcap, sink_logits, observe=not read_only)
+            if not read_only:
+                row.commit(k_b, v_b, mass)
     return out
 
 
@@ -97,9 +110,16 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, config: LayerConfig, raw_dtype: torch.dtype | None, mode: Mode = "packed") -> None:
+    def __init__(
+        self,
+        config: LayerConfig,
+        raw_dtype: torch.dtype | None,
+        mode: Mode = "packed",
+        pools: "dict[PoolKey, PagePool] | None" = None,
+    ) -> None:
         super().__init__()
         self.config, self.raw_dtype, self.mode = config, raw_dtype, mode
+        self._pools = {} if pools is None else pools
         self.rows: list[Row] = []
         self.pool: PagePool | None = None
         self.seen = 0
@@ -114,7 +134,11 @@ class KVLayer(CacheLayerMixin):
         rows, heads, _, key_dim = key_states.shape
         raw = self.raw_dtype or key_states.dtype
         self.shape = LayerShape(heads, key_dim, value_states.shape[-1])
-        self.pool = PagePool(self.config.streams(self.shape, raw), self.config.page_tokens, key_states.device)
+        key = (self.config, self.shape, raw, key_states.device)
+        if key not in self._pools:
+            streams = self.config.streams(self.shape, raw)
+            self._pools[key] = PagePool(streams, self.config.page_tokens, key_states.device)
+        self.pool = self._pools[key]
         self.rows = [Row(self.config, self.pool, heads, raw) for _ in range(rows)]
         self.is_initialized = True
 
@@ -124,7 +148,7 @@ class KVLayer(CacheLayerMixin):
         if len(self.rows) != key_states.shape[0]:
             raise ValueError(f"this cache holds {len(self.rows)} rows, got K for {key_states.shape[0]}")
         if self._pending is not None and not self._pending.consumed:
-            raise SeamError("the last update was never attended: the model does not call kvlab's attention function")
+            raise SeamError(_UNATTENDED)
         if self.mode == "dense":
             return self._update_dense(key_states, value_states)
         self.seen += key_states.shape[2]
@@ -197,6 +221,8 @@ class KVLayer(CacheLayerMixin):
             )
 
     def reset(self) -> None:
+        for row in self.rows:
+            row.release()
         self.rows, self.pool, self.seen, self._pending, self.is_initialized = [], None, 0, None, False
 
     def offload(self) -> None:
@@ -214,20 +240,21 @@ class KVLayer(CacheLayerMixin):
         pool = self.pool.storages() if self.pool else []
         return pool + [x for row in self.rows for x in row.storages()]
 
-    def fit(self) -> None:
-        if self.pool is not None:
-            self.pool.fit([row.table for row in self.rows])
-            for row in self.rows:
-                row.fit()
+
+PoolKey = tuple[LayerConfig, LayerShape, torch.dtype, torch.device]
 
 
 class KVCache(Cache):
-    """One KVLayer for every full-attention layer; sliding and other layers keep transformers' own class."""
+    """One KVLayer for every full-attention layer; sliding and other layers keep transformers' own class.
+
+    Layers that store pages of one kind share one pool.
+    """
 
     def __init__(self, config: KVConfig, model_config: PreTrainedConfig, mode: Mode = "packed") -> None:
         own = None if config.raw_dtype == "auto" else config.raw(torch.float32)
+        self._pools: dict[PoolKey, PagePool] = {}
         layers = [
-            KVLayer(config.at(i), own, mode) if type(layer) is DynamicLayer else layer
+            KVLayer(config.at(i), own, mode, self._pools) if type(layer) is DynamicLayer else layer
             for i, layer in enumerate(DynamicCache(config=model_config).layers)
         ]
         super().__init__(layers=layers)
@@ -245,16 +272,36 @@ class KVCache(Cache):
 
     @property
     def storage_bytes(self) -> int:
-        """Sum over the distinct storages behind this cache: `nbytes` plus the slack of preallocation."""
-        tensors = [x for layer in self.layers if isinstance(layer, KVLayer) for x in layer.storages()]
+        """Sum over the distinct storages behind this cache: `nbytes` plus slack, which `fit` gives back.
+
+        Slack is preallocated room, and what stock layers retain: a slice keeps the whole tensor it was cut from.
+        """
+        tensors = [x for layer in self.layers for x in _storages(layer)]
         distinct = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}
-        return sum(distinct.values()) + sum(_stock_bytes(x) for x in self.layers if not isinstance(x, KVLayer))
+        return sum(distinct.values())
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As in transformers. Raises SeamError when an earlier forward stopped between two layers."""
+        seen = {x.get_seq_length() for x in self.layers if isinstance(x, CacheLayerMixin)} if layer_idx == 0 else set()
+        if len(seen) > 1:
+            raise SeamError(
+                f"layers have taken {min(seen)} to {max(seen)} tokens: a forward was interrupted; use a fresh cache"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def fit(self) -> None:
-        """Give preallocation slack back, so that `storage_bytes` equals `nbytes`."""
+        """Give slack back, so that `storage_bytes` equals `nbytes`: preallocated rows, and what stock slices retain."""
+        compressed = [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        for pool in self._pools.values():
+            pool.fit([row.table for layer in compressed if layer.pool is pool for row in layer.rows])
         for layer in self.layers:
             if isinstance(layer, KVLayer):
-                layer.fit()
+                for row in layer.rows:
+                    row.fit()
+            elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
     def occupancy(self, row: int = 0) -> list[list[Occupancy]]:
         """Tokens held by each head of each compressed layer."""
@@ -265,9 +312,17 @@ class KVCache(Cache):
         return f"KVCache({self.config.label}, {held} tokens seen, {self.nbytes:,} bytes)"
 
 
+def _storages(layer: Any) -> list[Tensor]:
+    own = (
+        layer.storages()
+        if isinstance(layer, KVLayer)
+        else (getattr(layer, "keys", None), getattr(layer, "values", None))
+    )
+    return [x for x in own if x is not None]
+
+
 def _stock_bytes(layer: Any) -> int:
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    return sum(x.numel() * x.element_size() for x in (keys, values) if x is not None)
+    return sum(x.numel() * x.element_size() for x in _storages(layer))
 
 
 class StackedLayer(CacheLayerMixin):
@@ -287,12 +342,19 @@ class StackedLayer(CacheLayerMixin):
     def rows(self) -> list[Row]:
         return [row for part in self.parts for row in part.rows]
 
+    def check(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
+        """Raise SeamError for a mask, which rows of different length cannot share, and for one count of positions."""
+        if attention_mask is not None:
+            raise SeamError("a stacked cache takes no attention mask: say with `expect` which new tokens are padding")
+        if position_ids is not None and position_ids.shape[0] == 1 and len({row.seen for row in self.rows}) > 1:
+            raise SeamError("rows of a stacked cache differ in length: pass `position_ids` from `positions`")
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         return None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self._pending is not None and not self._pending.consumed:
-            raise SeamError("the last update was never attended: the model does not call kvlab's attention function")
+            raise SeamError(_UNATTENDED)
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
         self._pending = Handle(self, key_states, value_states)
         self._pending.publish(kwargs.get("kwargs"))
@@ -308,9 +370,11 @@ class StackedLayer(CacheLayerMixin):
         softcap: float | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        out = _attend_rows(self.rows, q, k, v, scale, self.owner.valid, softcap, sink_logits)
-        for part in self.parts:
-            part.seen += q.shape[2]
+        owner = self.owner
+        out = _attend_rows(self.rows, q, k, v, scale, owner.valid, softcap, sink_logits, owner.read_only)
+        if not owner.read_only:
+            for part in self.parts:
+                part.seen += q.shape[2]
         self._pending = None
         return out
 
@@ -328,10 +392,12 @@ class StackedCache(Cache):
     """Caches with different configs and lengths as one batch: linear layers run on all rows, attention row by row.
 
     Rows differ in length, so every forward needs explicit `position_ids` and no attention mask; `expect` says which new
-    tokens are padding.
+    tokens are padding. `read_only` leaves every cache as it is, so one cache may serve several rows: what a score pass
+    over a question and its answers needs.
     """
 
-    def __init__(self, caches: Sequence[KVCache]) -> None:
+    def __init__(self, caches: Sequence[KVCache], read_only: bool = False) -> None:
+        self.read_only = read_only
         for cache in caches:
             if len(cache.compressed) != len(cache.layers):
                 stock = [i for i in range(len(cache.layers)) if i not in cache.compressed]

@@ -2,8 +2,10 @@
 encodes, in that order. Knows neither model nor transformers.
 """
 
+from collections.abc import Iterator
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kvlab.codecs.base import Packed, to_raw
@@ -69,6 +71,21 @@ class Row:
         twin._mass = None if self._mass is None else self._mass.clone()
         return twin
 
+    def split(self, parts: int) -> list["Row"]:
+        """This row's heads dealt out to `parts` rows that take its place, over the same storage."""
+        per_part = len(self.table.pages) // parts
+        rows = []
+        for start in range(0, len(self.table.pages), per_part):
+            heads = slice(start, start + per_part)
+            row = Row(self.config, self.table.pool, per_part, self.raw)
+            row.table = self.table.heads(heads)
+            row.seen, row.n_window = self.seen, self.n_window
+            row.sinks = self.sinks and (self.sinks[0][heads], self.sinks[1][heads])
+            row._window = self._window and (self._window[0][heads], self._window[1][heads])
+            row._mass = None if self._mass is None else self._mass[heads]
+            rows.append(row)
+        return rows
+
     def release(self) -> None:
         """Give the pages back to the pool."""
         self.table.clear()
@@ -118,39 +135,28 @@ class Row:
         scale: float,
         softcap: float | None = None,
         sink_logits: Float[Tensor, " H"] | None = None,
+        observe: bool = True,
     ) -> tuple[Float[Tensor, "H Q E"], Tensor | None]:
         """Attention of the new tokens over everything held and themselves; and the attention mass, if it is tracked.
 
         The mass is [N, stored + sinks + window + Q], in that column order.
         """
         n_queries = q.shape[1]
-        weights = self.config.scorer.query_weights(n_queries) if self.config.tracks_mass else None
-        if self.seen == 0 and softcap is None and sink_logits is None:
-            out = kernel.causal_sdpa(q[None], k[None], v[None], scale)[0]
-            return out, None if weights is None else self._observe(q, k, scale, weights)
+        tracked = observe and self.config.tracks_mass
+        weights = self.config.scorer.query_weights(n_queries).to(q.device) if tracked else None
+        if self.seen == 0:
+            out = attend_prompt(q, k, v, scale, softcap, sink_logits)
+            return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
         out, mass = [], None
         columns = self.table.length + self.n_sinks + self.n_window + n_queries
-        block = max(1, _LOGITS_AT_ONCE // (q.shape[0] * columns))
         reader = _Reader(self, k, v)
-        for start in range(0, n_queries, block):
-            stop = min(start + block, n_queries)
-            probs = reader.probabilities(q[:, start:stop], start, scale, softcap, sink_logits)
+        for part in _query_blocks(n_queries, q.shape[0] * columns):
+            probs = reader.probabilities(q[:, part], part.start, scale, softcap, sink_logits)
             out.append(kernel.unfold_heads(reader.mix(probs), q.shape[0]))
             if weights is not None:
-                part = kernel.attention_mass(probs, weights[start:stop].to(q.device))
-                mass = part if mass is None else mass + part
+                seen = kernel.attention_mass(probs, weights[part])
+                mass = seen if mass is None else mass + seen
         return torch.cat(out, dim=1).to(q.dtype), mass
-
-    def _observe(self, q: Tensor, k: Tensor, scale: float, weights: Tensor) -> Tensor:
-        """Attention mass of a first prompt, for the queries whose weight is not zero."""
-        reader, mass = _Reader(self, k, k), torch.zeros(k.shape[:2], device=k.device, dtype=torch.float32)
-        block = max(1, _LOGITS_AT_ONCE // (q.shape[0] * k.shape[1]))
-        first = int(weights.nonzero()[0])
-        for start in range(first, q.shape[1], block):
-            stop = min(start + block, q.shape[1])
-            probs = reader.probabilities(q[:, start:stop], start, scale, None, None)
-            mass = mass + kernel.attention_mass(probs, weights[start:stop].to(q.device))
-        return mass
 
     # -- evict and encode --------------------------------------------------------------------------------------------
 
@@ -159,6 +165,8 @@ class Row:
         n_new = k.shape[1]
         if n_new == 0:
             return
+        # What is stored is a constant: a cache must not keep the graph of every forward alive.
+        k, v, mass = k.detach(), v.detach(), None if mass is None else mass.detach()
         new_mass = self._fold_mass(mass, n_new)
         self.seen += n_new
         filled = min(self.config.sink_tokens - self.n_sinks, n_new)
@@ -325,13 +333,67 @@ class _Reader:
         return out
 
 
+def _query_blocks(n_queries: int, logits_per_query: int) -> Iterator[slice]:
+    """Slices of queries whose logits fit the bound."""
+    size = max(1, _LOGITS_AT_ONCE // logits_per_query)
+    for start in range(0, n_queries, size):
+        yield slice(start, min(start + size, n_queries))
+
+
+def _prompt_probabilities(
+    q: Tensor, k: Tensor, part: slice, scale: float, softcap: float | None, sink_logits: Tensor | None
+) -> Float[Tensor, "N R T"]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    folded = kernel.fold_heads(q[:, part].to(dtype) * scale, k.shape[0])
+    rank = torch.arange(k.shape[1], device=k.device)
+    return kernel.probabilities(
+        folded @ k.to(dtype).mT, rank > rank[part].unsqueeze(1), softcap, sink_logits, part.stop - part.start
+    )
+
+
+def attend_prompt(
+    q: Float[Tensor, "H Q D"],
+    k: Float[Tensor, "N Q D"],
+    v: Float[Tensor, "N Q E"],
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Float[Tensor, " H"] | None = None,
+) -> Float[Tensor, "H Q E"]:
+    """Causal attention of a first prompt over itself, by SDPA where that knows all that is asked."""
+    if softcap is None and sink_logits is None:
+        return kernel.causal_sdpa(q[None], k[None], v[None], scale)[0]
+    out = []
+    for part in _query_blocks(q.shape[1], q.shape[0] * k.shape[1]):
+        probs = _prompt_probabilities(q, k, part, scale, softcap, sink_logits)
+        out.append(kernel.unfold_heads(probs @ v.to(probs.dtype), q.shape[0]))
+    return torch.cat(out, dim=1).to(q.dtype)
+
+
+def prompt_mass(
+    q: Float[Tensor, "H Q D"],
+    k: Float[Tensor, "N Q D"],
+    scale: float,
+    weights: Float[Tensor, " Q"],
+    softcap: float | None = None,
+    sink_logits: Float[Tensor, " H"] | None = None,
+) -> Float[Tensor, "N Q"]:
+    """Attention mass of a first prompt on its own tokens. Queries of weight zero at its start are not computed."""
+    mass = torch.zeros(k.shape[:2], device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
+    first = int(weights.nonzero()[0])
+    for part in _query_blocks(q.shape[1] - first, q.shape[0] * k.shape[1]):
+        part = slice(part.start + first, part.stop + first)
+        probs = _prompt_probabilities(q, k, part, scale, softcap, sink_logits)
+        mass += kernel.attention_mass(probs, weights[part])
+    return mass
+
+
 def _best(scores: Float[Tensor, "N T"], count: int) -> Int[Tensor, "N K"]:
     """Ascending indices of the `count` highest scores; among equals the later token stays."""
     order = torch.sort(scores, dim=1, stable=True).indices
     return order[:, order.shape[1] - count :].sort(dim=1).values
 
 
-def _taken(x: Float[Tensor, "N T D"], index: Int[Tensor, "N K"]) -> Float[Tensor, "N K D"]:
+def _taken(x: Shaped[Tensor, "N T D"], index: Int[Tensor, "N K"]) -> Shaped[Tensor, "N K D"]:
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 

@@ -57,7 +57,8 @@ class PagePool:
         for name, old in self.streams.items():
             # Zeros, not empty: unread slots of a page must not turn 0 * x into NaN.
             new = torch.zeros(size, *old.shape[1:], dtype=old.dtype, device=old.device)
-            new[: source.shape[0]] = old[source.to(old.device)]
+            if source.numel():
+                new[: source.shape[0]] = old[source.to(old.device)]
             self.streams[name] = new
 
     def fit(self, tables: list["PageTable"]) -> None:
@@ -97,6 +98,14 @@ class PageTable:
             self._index = torch.tensor(padded, dtype=torch.long, device=self._device)
         return self._index
 
+    def _run(self) -> slice | None:
+        """The pages as one slice of the pool, head after head, where they lie so: read without a copy."""
+        flat = [page for head in self.pages for page in head]
+        equal = all(len(head) == len(self.pages[0]) for head in self.pages)
+        if equal and flat == list(range(flat[0], flat[0] + len(flat))):
+            return slice(flat[0], flat[0] + len(flat))
+        return None
+
     @property
     def _device(self) -> torch.device:
         return next(iter(self.pool.streams.values())).device
@@ -110,9 +119,12 @@ class PageTable:
         tokens = max(x.shape[1] * page // self.pool.layout[name].rows for name, x in packed.items())
         lengths = [tokens] * len(self.pages) if lengths is None else lengths
         start = list(self.counts)
-        for head, pages in enumerate(self.pages):
-            self.counts[head] += lengths[head]
-            pages += self.pool.alloc(-(-self.counts[head] // page) - len(pages))
+        self.counts = [old + new for old, new in zip(start, lengths, strict=True)]
+        missing = [-(-count // page) - len(held) for count, held in zip(self.counts, self.pages, strict=True)]
+        fresh = self.pool.alloc(sum(missing))
+        for held, more in zip(self.pages, missing, strict=True):
+            held += fresh[:more]
+            fresh = fresh[more:]
         self._index = None
         for name, rows in packed.items():
             self._place(name, rows, start, lengths)
@@ -123,24 +135,34 @@ class PageTable:
         if index.numel() == 0:
             return
         per_page = stream.shape[1]
+        flat_stream = stream.view(-1, stream.shape[2])
+        order = torch.arange(rows.shape[1], device=self._device)
+        if len(set(start)) == 1 and len(set(lengths)) == 1:
+            at = order[: lengths[0] * per_page // page] + start[0] * per_page // page
+            flat_stream[index[:, at // per_page] * per_page + at % per_page] = rows[:, : len(at)].to(stream.dtype)
+            return
         first, count = (
-            torch.tensor([x * per_page // page for x in xs], device=self._device) for xs in (start, lengths)
+            torch.tensor([x * per_page // page for x in xs], device=self._device).unsqueeze(1)
+            for xs in (start, lengths)
         )
-        order = torch.arange(rows.shape[1], device=self._device).unsqueeze(0)
-        real = order < count.unsqueeze(1)
-        at = (first.unsqueeze(1) + order).clamp_max(index.shape[1] * per_page - 1)
+        real = order < count
+        at = (first + order).clamp_max(index.shape[1] * per_page - 1)
         flat = index.gather(1, at // per_page) * per_page + at % per_page
-        stream.view(-1, stream.shape[2])[flat[real]] = rows[real].to(stream.dtype)
+        flat_stream[flat[real]] = rows[real].to(stream.dtype)
 
     def gather(self, names: list[str] | None = None) -> dict[str, Tensor]:
-        """Stored streams as [N, length * rows / P, width]. A shorter head's last rows are finite but mean nothing."""
+        """Stored streams as [N, length * rows / P, width], to be read only.
+
+        A shorter head's last rows are finite but mean nothing.
+        """
         index, page = self.index(), self.pool.page_tokens
         if index.numel() == 0:
             return {}
-        gathered = {}
+        run, gathered = self._run(), {}
         for name in names or self.pool.streams:
             stream = self.pool.streams[name]
-            gathered[name] = stream[index].flatten(1, 2)[:, : -(-self.length * stream.shape[1] // page)]
+            pages = stream[index] if run is None else stream[run].view(*index.shape, *stream.shape[1:])
+            gathered[name] = pages.flatten(1, 2)[:, : -(-self.length * stream.shape[1] // page)]
         return gathered
 
     def write(self, name: str, rows: Tensor) -> None:
@@ -162,6 +184,13 @@ class PageTable:
         self.clear()
         if moved:
             self.append(moved, None if lengths is None else [n * unit_tokens for n in lengths])
+
+    def heads(self, which: slice) -> "PageTable":
+        """A table of some of the heads, over the same pages."""
+        part = PageTable(self.pool, len(self.pages[which]))
+        part.pages = [list(head) for head in self.pages[which]]
+        part.counts = self.counts[which]
+        return part
 
     def clear(self) -> None:
         """Give every page back."""

@@ -1,0 +1,376 @@
+"""The local Subject: a loaded model and its compressed caches, as the evaluation sees them.
+
+The only bridge between engine and evaluation. Each item's context is prefilled once; every config forks its cache from
+that snapshot, and all configs of an item are scored in one forward.
+"""
+
+import copy
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlab.attach import Attachment, Plan, attach, cache_kwarg, make_plan, shape_of
+from kvlab.cache import KVCache, StackedCache
+from kvlab.config import KVConfig
+from kvlab.evals.item import Item
+from kvlab.evals.subject import ItemScore
+from kvlab.models import Loaded
+from kvlab.policies import Scorer
+from kvlab.snapshot import Snapshot, SnapshotStore, take
+
+BASELINE = KVConfig()
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a subject has done. `prefills` equals distinct items when every snapshot was shared."""
+
+    items: set[str] = field(default_factory=set)
+    prefills: int = 0
+    configs: set[str] = field(default_factory=set)
+    item_scores: int = 0
+    corrupt_snapshots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """An item in tokens: what is compressed, what is asked, and each continuation to score, gold first."""
+
+    item: Item
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds, medians over repeats: prompt to first token, and one decoded token."""
+
+    ttft_s: float
+    latency_s: float
+    prompt_tokens: int
+    steps: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / self.latency_s
+
+
+class LocalSubject:
+    """Scores items under configs on one model.
+
+    `scorers` are observed in every prefill, so that any config using them can fork; `max_rows` bounds how many rows one
+    forward takes. `query_aware` moves the question before compression.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        scorers: Sequence[Scorer] = (),
+        store: SnapshotStore | None = None,
+        max_rows: int = 48,
+        query_aware: bool = False,
+        plan: Plan | None = None,
+    ) -> None:
+        self.loaded, self.name = loaded, loaded.name
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.plan = plan or make_plan(self.model)
+        self.shape = shape_of(self.model)
+        self.scorers = tuple(dict.fromkeys(s for s in scorers if s.stateful))
+        self.store = store or SnapshotStore(snapshot_identity(loaded))
+        self.max_rows = max_rows if self.plan.stackable else 1
+        self.query_aware = query_aware
+        self.counters = Counters()
+
+    # -- score pass ------------------------------------------------------------------------------------------------
+
+    def score(self, items: Sequence[Item], configs: Sequence[KVConfig]) -> Iterator[ItemScore]:
+        """Rows for every item and config, teacher-forced on the gold answer, item by item, configs in order.
+
+        Raises ValueError for a config that does not fit the model, before anything is computed.
+        """
+        for config in configs:
+            config.check(self.shape)
+        per_batch = max(1, self.max_rows // max(1, len(configs) + 1))
+        questions = [self._tokens(item) for item in items]
+        with attach(self.model, BASELINE, plan=self.plan) as attachment:
+            for start in range(0, len(questions), per_batch):
+                yield from self._score_batch(questions[start : start + per_batch], configs, attachment)
+
+    def _tokens(self, item: Item) -> _Question:
+        encode = self.tokenizer.encode
+        context = encode(item.context)
+        question = encode(item.question, add_special_tokens=False)
+        if self.query_aware:
+            context, question = context + question[:-1], question[-1:]
+        choices = (item.answers[0], *(c for c in item.choices if c != item.answers[0]))
+        continuations = tuple(tuple(encode(c, add_special_tokens=False)) for c in choices)
+        if not context or not question or not all(continuations):
+            raise ValueError(f"item {item.id}: context, question and answers must each give at least one token")
+        return _Question(item, tuple(context), tuple(question), continuations)
+
+    def _score_batch(
+        self, questions: Sequence[_Question], configs: Sequence[KVConfig], attachment: Attachment
+    ) -> Iterator[ItemScore]:
+        snapshots = self._snapshots(questions, attachment)
+        jobs: list[tuple[int, KVConfig, KVCache, float]] = []
+        for n, snapshot in enumerate(snapshots):
+            todo = list(configs)
+            if snapshot.reference is None and BASELINE not in todo:
+                todo.insert(0, BASELINE)
+            for config in todo:
+                start = time.perf_counter()
+                jobs.append((n, config, snapshot.fork(config, attachment), time.perf_counter() - start))
+        logits, seconds = self._forced([(questions[n], cache) for n, _, cache, _ in jobs])
+        for (n, config, _, _), rows in zip(jobs, logits, strict=True):
+            if config == BASELINE and snapshots[n].reference is None:
+                snapshots[n].reference = torch.log_softmax(rows[0].float(), dim=-1)
+                self.store.put(self._key(questions[n]), snapshots[n])
+        for (n, config, cache, forked), rows in zip(jobs, logits, strict=True):
+            if config in configs:
+                self.counters.configs.add(config.id)
+                self.counters.item_scores += 1
+                yield self._row(questions[n], config, cache, rows, snapshots[n], forked + seconds)
+
+    def _key(self, question: _Question) -> str:
+        return self.store.key(question.context, self.scorers, repr((question.question, question.continuations[0])))
+
+    def _snapshots(self, questions: Sequence[_Question], attachment: Attachment) -> list[Snapshot]:
+        keys = [self._key(q) for q in questions]
+        found = [self.store.get(key, self.scorers) for key in keys]
+        missing = [n for n, snapshot in enumerate(found) if snapshot is None]
+        if missing:
+            made = take(self.model, attachment, [questions[n].context for n in missing], self.scorers)
+            for n, snapshot in zip(missing, made, strict=True):
+                found[n] = snapshot
+                self.counters.prefills += 1
+        self.counters.items.update(q.item.id for q in questions)
+        self.counters.corrupt_snapshots = self.store.corrupt
+        return [snapshot for snapshot in found if snapshot is not None]
+
+    @torch.no_grad()
+    def _forced(self, jobs: Sequence[tuple[_Question, KVCache]]) -> tuple[list[list[Tensor]], float]:
+        """Logits [A, V] of every continuation of every job; and seconds a job took on average.
+
+        The caches are read, not written: all continuations of a job share one.
+        """
+        start = time.perf_counter()
+        rows = [(n, cache, q.question + c, len(c)) for n, (q, cache) in enumerate(jobs) for c in q.continuations]
+        out: list[list[Tensor]] = [[] for _ in jobs]
+        for chunk in _chunks(rows, self.max_rows):
+            ids, valid = _left_padded([row[2] for row in chunk], self.model.device)
+            asked = max(row[3] for row in chunk)
+            logits = self._forward([row[1] for row in chunk], ids, valid, asked + 1, read_only=True)
+            for (n, _, _, length), row_logits in zip(chunk, logits, strict=True):
+                out[n].append(row_logits[asked - length : asked])
+        return out, (time.perf_counter() - start) / len(jobs)
+
+    def _forward(
+        self,
+        caches: Sequence[KVCache],
+        ids: Int[Tensor, "B Q"],
+        valid: Bool[Tensor, "B Q"],
+        keep: int,
+        read_only: bool = False,
+    ) -> Float[Tensor, "B keep V"]:
+        """Last `keep` logits of one forward over several caches, each going on from its own length."""
+        if self.plan.stackable:
+            stacked = StackedCache(caches, read_only)
+            stacked.expect(None if bool(valid.all()) else valid)
+            positions = stacked.positions(valid)
+            return self.model(
+                input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=keep, **{cache_kwarg(): stacked}
+            ).logits
+        (cache,) = caches
+        if read_only:
+            cache = copy.deepcopy(cache)
+        return self.model(input_ids=ids, use_cache=True, logits_to_keep=keep, **{cache_kwarg(): cache}).logits
+
+    def _row(
+        self,
+        question: _Question,
+        config: KVConfig,
+        cache: KVCache,
+        logits: list[Tensor],
+        snapshot: Snapshot,
+        seconds: float,
+    ) -> ItemScore:
+        item, gold = question.item, torch.tensor(question.continuations[0], device=logits[0].device)
+        logp = torch.log_softmax(logits[0].float(), dim=-1)
+        best = logp.argmax(-1)
+        hits = (best == gold).float()
+        nll = -float(logp.gather(1, gold.unsqueeze(1)).mean())
+        exact = float(hits.all())
+        score, prediction = exact, self.tokenizer.decode(best)
+        if item.choices:
+            score, prediction = self._choose(question, logits)
+        kl = top1 = None
+        if config != BASELINE:
+            reference = snapshot.reference
+            assert reference is not None
+            kl = max(0.0, float((reference.exp() * (reference - logp)).sum(-1).mean()))
+            top1 = float((reference.argmax(-1) == best).float().mean())
+        return self._scored(
+            question,
+            config,
+            cache,
+            mode="forked",
+            form=item.form,
+            score=score,
+            exact=exact,
+            token_accuracy=float(hits.mean()),
+            nll=nll,
+            kl=kl,
+            top1=top1,
+            prediction=prediction,
+            answer_tokens=len(gold),
+            seconds=seconds,
+        )
+
+    def _choose(self, question: _Question, logits: list[Tensor]) -> tuple[float, str]:
+        """Length-normalised likelihood over the choices; the gold one comes first and loses ties."""
+        means = []
+        for ids, rows in zip(question.continuations, logits, strict=True):
+            target = torch.tensor(ids, device=rows.device).unsqueeze(1)
+            means.append(float(torch.log_softmax(rows.float(), dim=-1).gather(1, target).mean()))
+        best = max(range(1, len(means)), key=means.__getitem__)
+        chosen = 0 if means[0] > means[best] else best
+        item = question.item
+        return float(chosen == 0), (item.answers[0], *(c for c in item.choices if c != item.answers[0]))[chosen]
+
+    def _scored(self, question: _Question, config: KVConfig, cache: KVCache, **measured: Any) -> ItemScore:
+        item, tokens = question.item, len(question.context)
+        return ItemScore(
+            config_id=config.id,
+            item_id=item.id,
+            task=item.task,
+            family=item.family,
+            cluster=item.cluster,
+            split=item.split,
+            context_tokens=tokens,
+            measured_bytes=cache.nbytes,
+            predicted_bytes=config.predicted_bytes(self.shape, tokens),
+            raw16_bytes=self.shape.raw_bytes(tokens),
+            **measured,
+        )
+
+    # -- generate pass -------------------------------------------------------------------------------------------------
+
+    def generate(self, items: Sequence[Item], config: KVConfig) -> Iterator[ItemScore]:
+        """Rows from greedy decoding on the packed cache, several items at once, each cut at its stop strings."""
+        config.check(self.shape)
+        questions = [self._tokens(item) for item in items]
+        with attach(self.model, BASELINE, plan=self.plan) as attachment:
+            for batch in _chunks(questions, self.max_rows):
+                start = time.perf_counter()
+                caches = [s.fork(config, attachment) for s in self._snapshots(batch, attachment)]
+                sizes = [cache.nbytes for cache in caches]
+                texts = self._decode(batch, caches)
+                seconds = (time.perf_counter() - start) / len(batch)
+                for question, cache, size, (text, length) in zip(batch, caches, sizes, texts, strict=True):
+                    right = float(text.strip() in {a.strip() for a in question.item.answers})
+                    row = self._scored(
+                        question,
+                        config,
+                        cache,
+                        mode="true",
+                        form="generate",
+                        score=right,
+                        exact=right,
+                        token_accuracy=right,
+                        nll=float("nan"),
+                        kl=None,
+                        top1=None,
+                        prediction=text,
+                        answer_tokens=length,
+                        seconds=seconds,
+                    )
+                    self.counters.configs.add(config.id)
+                    self.counters.item_scores += 1
+                    yield dataclasses.replace(row, measured_bytes=size)
+
+    @torch.no_grad()
+    def _decode(self, batch: Sequence[_Question], caches: list[KVCache]) -> list[tuple[str, int]]:
+        """Greedy text of each row, before its stop string, and how many tokens were drawn for it."""
+        ids, valid = _left_padded([q.question for q in batch], self.model.device)
+        drawn: list[list[int]] = [[] for _ in batch]
+        active = list(range(len(batch)))
+        texts = [""] * len(batch)
+        stops = self._stop_ids()
+        while active:
+            logits = self._forward([caches[n] for n in active], ids, valid, 1)[:, -1]
+            going = []
+            for n, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+                item = batch[n].item
+                if token not in stops:
+                    drawn[n].append(token)
+                    texts[n] = self.tokenizer.decode(drawn[n])
+                cut = min((texts[n].find(s) for s in item.stop if s in texts[n]), default=-1)
+                if cut >= 0:
+                    texts[n] = texts[n][:cut]
+                if token not in stops and cut < 0 and len(drawn[n]) < item.max_new_tokens:
+                    going.append(n)
+            active = going
+            ids = torch.tensor([[drawn[n][-1]] for n in active], device=self.model.device, dtype=torch.long)
+            valid = torch.ones_like(ids, dtype=torch.bool)
+        return [(text, len(tokens)) for text, tokens in zip(texts, drawn, strict=True)]
+
+    def _stop_ids(self) -> set[int]:
+        ends = self.model.generation_config.eos_token_id
+        return set(ends) if isinstance(ends, list) else {ends} if ends is not None else set()
+
+    # -- timing ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def time(self, configs: Sequence[KVConfig], prompt: Sequence[int], steps: int, repeats: int = 3) -> list[Timing]:
+        """Time to first token and per decoded token, of real prefill and decode, the configs taking turns."""
+        taken: list[list[tuple[float, float]]] = [[] for _ in configs]
+        ids = torch.tensor([list(prompt)], device=self.model.device)
+        with attach(self.model, BASELINE, plan=self.plan) as attachment:
+            for _, n in itertools.product(range(repeats), range(len(configs))):
+                cache = attachment.cache(configs[n])
+                begin = time.perf_counter()
+                token = self._next(ids, cache)
+                first = time.perf_counter()
+                for _ in range(steps):
+                    token = self._next(token, cache)
+                taken[n].append((first - begin, (time.perf_counter() - first) / steps))
+        middle = [[sorted(run[i] for run in runs)[len(runs) // 2] for i in (0, 1)] for runs in taken]
+        return [Timing(ttft, latency, len(prompt), steps) for ttft, latency in middle]
+
+    def _next(self, ids: Tensor, cache: KVCache) -> Tensor:
+        logits = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}).logits
+        # .item() waits for the device, so that the clock is read after the work.
+        return torch.tensor([[int(logits[0, -1].argmax().item())]], device=ids.device)
+
+
+def _chunks(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def _left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [B, Q] with padding on the left, and which of them are real."""
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long, device=device)
+    valid = torch.zeros(len(rows), width, dtype=torch.bool, device=device)
+    for b, row in enumerate(rows):
+        ids[b, width - len(row) :] = torch.tensor(row, device=device)
+        valid[b, width - len(row) :] = True
+    return ids, valid
+
+
+def snapshot_identity(loaded: Loaded) -> str:
+    """What K and V depend on besides the tokens."""
+    parts = [loaded.weights_sha256, loaded.dtype, str(loaded.model.device.type)]
+    return "|".join([*parts, torch.__version__, transformers.__version__])
