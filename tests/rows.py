@@ -1,0 +1,40 @@
+"""Rows to test on, and random sequences to feed them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvlab.config import KVConfig, LayerShape
+from kvlab.row import Row
+from kvlab.store import PagePool
+
+CPU = torch.device("cpu")
+
+
+def make_row(config: KVConfig, heads: int, head_dim: int, dtype: torch.dtype = torch.float64, layer: int = 0) -> Row:
+    """An empty row of `layer` on a pool of its own."""
+    rule, raw = config.at(layer), config.raw(dtype)
+    pool = PagePool(rule.streams(LayerShape(heads, head_dim, head_dim), raw), rule.page_tokens, CPU)
+    return Row(rule, pool, heads, raw)
+
+
+class Sequence:
+    """Q, K and V of one random sequence, dealt out forward by forward."""
+
+    def __init__(
+        self, tokens: int, heads: int, query_heads: int, head_dim: int, seed: int, dtype: torch.dtype = torch.float64
+    ) -> None:
+        self._rng = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(query_heads, tokens, head_dim, dtype=dtype, generator=self._rng)
+        self.k, self.v = (torch.randn(heads, tokens, head_dim, dtype=dtype, generator=self._rng) for _ in range(2))
+
+    def sink_logits(self) -> Tensor:
+        return torch.randn(self.q.shape[0], dtype=self.q.dtype, generator=self._rng)
+
+    def forwards(self, parts: list[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        start = 0
+        for part in parts:
+            at = slice(start, start + part)
+            yield self.q[:, at], self.k[:, at], self.v[:, at]
+            start += part
