@@ -12,7 +12,6 @@ killed process leaves whole files only. Refuses to know what the rows, the confi
 import contextlib
 import difflib
 import hashlib
-import io
 import json
 import math
 import os
@@ -43,7 +42,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict = json.loads((path / "config.json").read_text())
+        self.config: dict = _parse(path / "config.json")
         self.hash8 = config_hash(self.config)[:8]
         self._held = False
 
@@ -145,7 +144,7 @@ class Run:
         return self.write_bytes(name, _dump(plain(obj, name)))
 
     def read_json(self, name: str) -> Any:
-        return json.loads(self._inside(name).read_text())
+        return _parse(self._inside(name))
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a text file into the folder, whole or not at all."""
@@ -158,12 +157,6 @@ class Run:
             target.parent.mkdir(exist_ok=True)
             write_whole(target, data)
         return target
-
-    def write_table(self, name: str, frame: pd.DataFrame) -> Path:
-        """Write a frame as parquet into the folder, whole or not at all."""
-        buffer = io.BytesIO()
-        frame.to_parquet(buffer, index=False)
-        return self.write_bytes(name, buffer.getvalue())
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -375,6 +368,13 @@ def _replace(path: Path, fill: Callable[[Any], object]) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not readable JSON ({error}). Restore it or leave this run out") from error
 
 
 def _read_note(note: Path) -> dict:

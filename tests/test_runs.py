@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,8 +152,6 @@ def test_json_is_written_whole_and_without_nan(tmp_path):
     assert (run.path / "result.json").read_bytes() == before
     with pytest.raises(ValueError, match="inside its folder"):
         run.write_text("../escape.txt", "")
-    run.write_table("summary.parquet", pd.DataFrame({"a": [1]}))
-    assert pd.read_parquet(run.path / "summary.parquet")["a"].tolist() == [1]
     assert not list(run.path.rglob("*.tmp"))
 
 

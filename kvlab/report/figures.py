@@ -15,12 +15,14 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from kvlab.report import document as doc
 
 MARKERS = "osD^vP*h"
+NAMES = 12  # most names written beside searched points in one panel; the table below the figure has them all
 GIB = 2**30
 
 
@@ -62,7 +64,7 @@ def pareto(result: Mapping, *, dark: bool = False) -> Figure:
         ax.set_title(_title(result, family), fontsize=10, color=ink.text, loc="left")
     _scale_x([ax for axes in grid for ax in axes], result)
     for ax in grid[-1]:
-        ax.set_xlabel("KV cache at the workload, GiB", color=ink.text, fontsize=9)
+        ax.set_xlabel("KV cache at the workload, GiB (log2)", color=ink.text, fontsize=9)
     _legend(figure, result, styles, ink)
     if _searched in rows:
         figure.draw_without_rendering()  # labels are placed in pixels, which exist only after a layout
@@ -230,21 +232,20 @@ def _label(ax: Axes, points: Sequence[tuple[float, float, str]], ink: Ink) -> No
     box = ax.get_window_extent()
     marked = [line for line in ax.lines if line.get_marker() not in ("", "None")]
     spots = [ax.transData.transform(point) for line in marked for point in np.asarray(line.get_xydata())]
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in spots]
-    for x, y, name in points:
-        at = ax.transData.transform((x, y))
-        # 7 pt text at 120 dpi: about 6.6 pixels a letter, 12 high.
-        width, height = 6.6 * len(name), 12
-        for dx, dy, align in ((8, 0, "left"), (-8, 0, "right"), (0, 12, "center"), (0, -12, "center")):
-            left = at[0] + dx - {"left": 0, "right": width, "center": width / 2}[align]
-            room = Bbox.from_bounds(left, at[1] + dy - height / 2, width, height)
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
+    places = {"left": (6, 0), "right": (-6, 0), "center": (0, 7)}  # offsets in points, by alignment
+    for x, y, name in points[:NAMES]:
+        for align, offset in places.items():
+            style = {"fontsize": 7, "color": ink.text, "ha": align, "va": "center", "zorder": 5}
+            text = ax.annotate(name, (x, y), offset, textcoords="offset points", **style)
+            text.set_path_effects([withStroke(linewidth=2.5, foreground=ink.paper)])  # readable across a line
+            text.set_in_layout(False)
+            room = text.get_window_extent()
             inside = box.x0 <= room.x0 and room.x1 <= box.x1 and box.y0 <= room.y0 and room.y1 <= box.y1
             if inside and not any(room.overlaps(other) for other in taken):
                 taken.append(room)
-                style = {"fontsize": 7, "color": ink.text, "ha": align, "va": "center", "zorder": 5}
-                offset = (dx * 72 / ax.figure.dpi, dy * 72 / ax.figure.dpi)
-                ax.annotate(name, (x, y), offset, textcoords="offset points", **style).set_in_layout(False)
                 break
+            text.remove()
 
 
 def _title(result: Mapping, family: str) -> str:

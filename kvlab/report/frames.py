@@ -12,7 +12,7 @@ COLUMNS = {
     "workload_bytes": ("bytes at workload", doc.size),
     "predicted_bytes": ("predicted", doc.size),
     "measured_bytes": ("measured", doc.size),
-    "bytes_per_token": ("bytes/token", lambda v: f"{v:.0f}"),
+    "bytes_per_token": ("bytes/token", lambda v: f"{v:,.0f}"),
     "effective_bits": ("effective bits", lambda v: f"{v:.2f}"),
     "sessions": ("sessions in budget", lambda v: f"{v:.0f}"),
     "fits": ("fits budget", lambda v: "yes" if v else "no, over"),
@@ -110,10 +110,10 @@ def finalists(result: Mapping) -> pd.DataFrame:
     lines = [
         {
             "config": e["label"],
-            "config_id": e["config_id"],
-            **{k: e.get(k) for k in keys},
-            "fits": doc.fits(result, e),
             "verdict": "baseline" if e["config_id"] == baseline.get("config_id") else e.get("verdict"),
+            "fits": doc.fits(result, e),
+            **{k: e.get(k) for k in keys},
+            "config_id": e["config_id"],
         }
         for e in entries
     ]
@@ -194,6 +194,11 @@ def readable(name: str, frame: pd.DataFrame) -> pd.DataFrame:
         gaps = frame[column].isna()
         text[heading] = ["–" if gap else form(v) for v, gap in zip(frame[column], gaps, strict=True)]
     return text
+
+
+def wordy(text: pd.DataFrame) -> list[bool]:
+    """Which columns of a readable frame read as words (aligned left): the first, and those without a digit."""
+    return [i == 0 or not text[column].str.contains(r"\d").any() for i, column in enumerate(text.columns)]
 
 
 def _readable_before_after(frame: pd.DataFrame) -> pd.DataFrame:

@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 
 from kvlab.report import document as doc
 from kvlab.report.figures import alt, caption, png
-from kvlab.report.frames import TITLES, readable, tables
+from kvlab.report.frames import TITLES, readable, tables, wordy
 
 TONES = {"HOLDS": "good", "RISES": "good", "WORSE": "bad", "NOTHING FITS": "bad"}
-_TWIN = ("families", "configs")  # the numbers behind the figure
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #59616b; --line: #d5d9de; --band: #f4f6f8;
   --good: #0b6b3a; --bad: #a3211a; --open: #7a5200; }
@@ -48,6 +47,7 @@ def html(result: Mapping, figures: Mapping[str, Figure], provenance: Mapping) ->
     shown = tables(result)
     word, sentence = doc.headline(result)
     chosen = doc.best(result)
+    mark = "PARTIAL, " if result.get("partial") else ""
     title = f"{(result.get('model') or {}).get('name', 'unknown model')}, {result.get('run', 'run')}"
     body = [
         _partial(result),
@@ -56,8 +56,7 @@ def html(result: Mapping, figures: Mapping[str, Figure], provenance: Mapping) ->
         f"<p>{escape(doc.budget_line(result))}</p>" if result["schema"] != "kvlab.rows/1" else "",
         _section(shown, "before_after", chosen),
         *[_figure(name, figures, result, shown, chosen) for name in figures if not name.endswith("-dark")],
-        *[_section(shown, name, chosen) for name in ("scored", "finalists", "controls")],
-        *([] if figures else [_section(shown, name, chosen) for name in _TWIN]),
+        *[_section(shown, name, chosen) for name in ("scored", "families", "finalists", "controls")],
         _toml(chosen),
         _notes(result),
         _folded("Looks taken at the items", result["ledger"]) if result.get("ledger") else "",
@@ -67,7 +66,7 @@ def html(result: Mapping, figures: Mapping[str, Figure], provenance: Mapping) ->
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(word)}: {escape(str(title))}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{mark}{escape(word)}: {escape(str(title))}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(part for part in body if part)
         + "\n</body></html>\n"
     )
@@ -89,12 +88,15 @@ def _figure(
 ) -> str:
     dark = figures.get(f"{name}-dark")
     source = f'<source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">' if dark else ""
-    twins = "".join(f"<h3>{escape(TITLES[t])}</h3>{_table(t, shown[t], chosen)}" for t in _TWIN if t in shown)
+    twin = ""
+    if "configs" in shown:
+        table = _table("configs", shown["configs"], chosen)
+        twin = f"<details><summary>{escape(TITLES['configs'])}</summary>{table}</details>"
     return (
         f"<h2>Bytes against accuracy</h2><figure><picture>{source}"
         f'<img src="{_data(figures[name])}" alt="{escape(alt(result))}"></picture>'
         f"<figcaption>{escape(caption(result))}</figcaption></figure>"
-        f"<details><summary>The numbers in this figure</summary>{twins}</details>"
+        f"{twin}"
     )
 
 
@@ -104,16 +106,15 @@ def _data(figure: Figure) -> str:
 
 def _table(name: str, frame: pd.DataFrame, chosen: Mapping | None) -> str:
     text = readable(name, frame)
-    wordy = [not pd.api.types.is_numeric_dtype(frame[c]) or frame[c].dtype == bool for c in frame.columns]
-    wordy = wordy if len(wordy) == text.shape[1] else [True] + [False] * (text.shape[1] - 1)
+    words = wordy(text)
     label = (chosen or {}).get("label")
     head = "".join(
-        f'<th{_class(w)} scope="col">{escape(str(c))}</th>' for c, w in zip(text.columns, wordy, strict=True)
+        f'<th{_class(w)} scope="col">{escape(str(c))}</th>' for c, w in zip(text.columns, words, strict=True)
     )
     lines = []
     for row in text.itertuples(index=False):
         mark = ' class="chosen"' if label is not None and name == "finalists" and row[0] == label else ""
-        cells = "".join(f"<td{_class(w)}>{escape(str(v))}</td>" for v, w in zip(row, wordy, strict=True))
+        cells = "".join(f"<td{_class(w)}>{escape(str(v))}</td>" for v, w in zip(row, words, strict=True))
         lines.append(f"<tr{mark}>{cells}</tr>")
     rows = "".join(lines)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

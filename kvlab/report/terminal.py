@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvlab.report import document as doc
-from kvlab.report.frames import TITLES, readable, tables
+from kvlab.report.frames import TITLES, readable, tables, wordy
 
 _TONES = {"HOLDS": "bold green", "RISES": "bold green", "WORSE": "bold red", "NOTHING FITS": "bold red"}
 _SHOWN = ("before_after", "finalists", "families", "controls", "scored")  # searched configs would drown the verdict
@@ -37,8 +37,8 @@ def show(result: Mapping, stream: TextIO) -> None:
 def _table(name: str, frame: pd.DataFrame, chosen: Mapping | None) -> Table:
     table = Table(title=Text(TITLES[name]), title_justify="left", box=None, pad_edge=False, header_style="bold")
     text = readable(name, frame)
-    for i, column in enumerate(text.columns):
-        table.add_column(Text(str(column)), justify="left" if i == 0 else "right", overflow="fold")
+    for column, words in zip(text.columns, wordy(text), strict=True):
+        table.add_column(Text(str(column)), justify="left" if words else "right", overflow="fold")
     for row in text.itertuples(index=False):
         marked = chosen is not None and name == "finalists" and row[0] == chosen["label"]
         table.add_row(*[Text(str(cell)) for cell in row], style="bold" if marked else None)

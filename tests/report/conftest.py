@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from kvlab.report import pareto
 from kvlab.runs import Run
 from kvlab.stats import Paired, control_failed, judge, planned_margin, score_interval
 
@@ -208,6 +209,12 @@ def build(root, result, *, state="done", slug="search"):
 @pytest.fixture(scope="session")
 def search():
     return search_result()
+
+
+@pytest.fixture(scope="session")
+def drawn(search):
+    """The figure of the search, for tests that only look at it."""
+    return pareto(search)
 
 
 @pytest.fixture(scope="session")
