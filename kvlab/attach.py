@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvlab.cache import Handle, KVCache, Mode, SeamError
+from kvlab.cache import Handle, KVCache, Mode, SeamError, StackedLayer
 from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
 
@@ -25,7 +25,6 @@ _HARMLESS = {
     "output_hidden_states",
     "return_dict",
     "num_items_in_batch",
-    "is_causal",
     "position_embeddings",
 }
 
@@ -49,6 +48,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls for every attention layer while kvlab is attached.
@@ -62,10 +62,17 @@ def attention(
         what = strange or (["dropout"] if dropout else ["output_attentions"])
         raise SeamError(f"{type(module).__name__} passes {what} to attention, which a compressed cache cannot honour")
     scale = _scale(module, query, scaling)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if handle is None:
-        return _dense(module, query, key, value, attention_mask, scale, softcap, s_aux, sliding_window), None
+        if attention_mask is None or attention_mask.ndim == 2:
+            attention_mask = _causal(query, key, attention_mask, sliding_window) if causal else None
+        return _dense(module, query, key, value, attention_mask, scale, softcap, s_aux), None
     if sliding_window is not None:
         raise SeamError(f"{type(module).__name__} slides a window over a layer that was to be compressed whole")
+    if not causal:
+        raise SeamError(f"{type(module).__name__} reads later tokens, which a cache cannot hold yet")
+    if isinstance(handle.layer, StackedLayer):
+        handle.layer.check(attention_mask, kwargs.get("position_ids"))
     valid = None
     if attention_mask is not None:
         if attention_mask.ndim != 2:
@@ -96,14 +103,15 @@ def _dense(
     scale: float,
     softcap: float | None,
     s_aux: Tensor | None,
-    sliding_window: int | None,
 ) -> Tensor:
     """Attention of layers kvlab does not store: sliding ones, and any under a cache that is not ours."""
-    if mask is None or mask.ndim == 2:
-        mask = _causal(q, k, mask, sliding_window)
     if softcap is None and s_aux is None:
         # Expanded by hand: a bool mask with grouped heads must not depend on which SDPA backend is picked.
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=scale, is_causal=False)[0]
+    if mask is not None and mask.dtype != torch.bool:
+        raise SeamError(
+            f"{type(module).__name__} takes a bool mask here, got {mask.dtype}: True where a key may be read"
+        )
     allowed = mask.expand(q.shape[0], -1, -1, -1)[:, 0] if mask is not None else [None] * q.shape[0]
     rows = [attend_reference(q[b], k[b], v[b], scale, allowed[b], softcap, s_aux) for b in range(q.shape[0])]
     return torch.stack(rows).transpose(1, 2).contiguous()
@@ -123,23 +131,31 @@ def _causal(q: Tensor, k: Tensor, padding: Tensor | None, window: int | None) ->
 
 
 def attention_mask(
-    *args: Any,
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    kv_offset: Any = 0,
     **kwargs: Any,
 ) -> Tensor | None:
     """What attention gets as its mask: the 2-D padding mask itself for plain causal layers, else SDPA's 4-D mask."""
-    if mask_function is causal_mask_function and local_size is None and kv_offset == 0:
+    plain = mask_function is causal_mask_function and local_size is None
+    # A static cache has room behind the newest token, which only a full mask can exclude; its offsets are tensors.
+    ends_with_queries = type(q_offset) is int and type(kv_offset) is int and q_offset + q_length == kv_length
+    if plain and ends_with_queries and kv_offset == 0:
         return attention_mask
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(
-        *args,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
-        kv_offset=kv_offset,
         **kwargs,
     )
 
@@ -158,20 +174,24 @@ class Plan(NamedTuple):
 
 
 class Attachment:
-    """A model with kvlab's attention on it. A context manager; `detach` may also be called by hand."""
+    """A model with kvlab's attention on it. A context manager; `detach` may also be called by hand.
+
+    Each attachment registers a name of its own, so that models attached at the same time do not depend on each other.
+    """
 
     def __init__(self, model: PreTrainedModel, config: KVConfig, mode: Mode) -> None:
-        self.model, self.config, self.mode = model, config, mode
-        self._before = str(model.config._attn_implementation)
-        self._registered = NAME in AttentionInterface._global_mapping
+        self.model, self.config = model, config
+        self.mode: Mode = mode
+        self.name = f"{NAME}-{id(self):x}"
+        self._before = _implementations(model)
         self.attached = False
         if mode == "packed":
-            AttentionInterface.register(NAME, attention)
-            AttentionMaskInterface.register(NAME, attention_mask)
+            AttentionInterface.register(self.name, attention)
+            AttentionMaskInterface.register(self.name, attention_mask)
             try:
-                model.set_attn_implementation(NAME)
+                model.set_attn_implementation(self.name)
             except BaseException:
-                self._unregister()
+                self._restore()
                 raise
         self.attached = True
 
@@ -182,19 +202,25 @@ class Attachment:
         return KVCache(config or self.config, self.model.config.get_text_config(decoder=True), self.mode)
 
     def detach(self) -> None:
-        """Restore the model's own attention; doing so twice is harmless."""
+        """Restore the model's own attention; doing so twice is harmless.
+
+        Raises RuntimeError while a later attachment of the same model is still on: detach that one first.
+        """
         if not self.attached:
             return
+        current = str(self.model.config._attn_implementation)
+        if self.mode == "packed" and current.startswith(f"{NAME}-") and current != self.name:
+            raise RuntimeError(f"{type(self.model).__name__} was attached again after this: detach in reverse order")
         self.attached = False
         if self.mode == "packed":
-            self.model.set_attn_implementation(self._before)
-            self._unregister()
+            self._restore()
 
-    def _unregister(self) -> None:
-        # An attachment around this one still needs the names.
-        if not self._registered:
-            AttentionInterface._global_mapping.pop(NAME, None)
-            AttentionMaskInterface._global_mapping.pop(NAME, None)
+    def _restore(self) -> None:
+        # Straight into the configs: going through the setter would check, warn, and level what differed below the top.
+        for config, implementation in self._before:
+            config._attn_implementation_internal = implementation
+        AttentionInterface._global_mapping.pop(self.name, None)
+        AttentionMaskInterface._global_mapping.pop(self.name, None)
 
     def __enter__(self) -> "Attachment":
         return self
@@ -203,6 +229,15 @@ class Attachment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
+    """Every config below `model` with the attention it names, which need not be one and the same."""
+    configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    for config in configs:
+        configs += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
+    distinct = {id(config): config for config in configs}
+    return [(config, config._attn_implementation_internal) for config in distinct.values()]
 
 
 def attach(model: PreTrainedModel, config: KVConfig | None = None, *, plan: Plan | None = None) -> Attachment:
@@ -286,8 +321,15 @@ def _dry_run(model: PreTrainedModel, mode: Mode) -> str | None:
     ids = _probe_ids(model, 2, 6)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    own = _two_steps(model, ids, mask, DynamicCache(config=text))
     try:
+        own = _two_steps(model, ids, mask, DynamicCache(config=text))
+        if own.isnan().any():
+            # Some models turn padding into NaN by themselves (float64's minimum as a mask, taken in float32).
+            rows = [
+                _two_steps(model, ids[b : b + 1, n:], mask[b : b + 1, n:], DynamicCache(config=text))
+                for b, n in ((0, 0), (1, 2))
+            ]
+            own = torch.stack(rows, dim=1).flatten(0, 1)
         with Attachment(model, KVConfig(), mode) as kv:
             cache = kv.cache()
             ours = _two_steps(model, ids, mask, cache)

@@ -37,7 +37,7 @@ BESIDE = {"evals", "provenance", "report", "runs", "stats", "sweep"}
 BESIDE_FROM = 4
 # Who may import what, directly. Names that are not listed here are free.
 DOORS: dict[str, set[str]] = {
-    "transformers": {"cache", "attach", "models", "snapshot", "subject"},
+    "transformers": {"cache", "attach", "models", "snapshot", "subject", "bench"},  # bench: compares with it
     "torch": set(FLOORS),
     "safetensors": {"models", "snapshot"},
     "gguf": {"models"},

@@ -1,0 +1,1 @@
+"""Benches: `python -m kvlab.bench identity` and `... bytes`. Importing this package imports nothing."""
