@@ -12,7 +12,7 @@ from pathlib import Path
 _EXAMPLES = """examples:
   python -m kvlab.report 20261129T1934                     the run whose name begins so, under runs/
   python -m kvlab.report runs/<name> --json | jq .verdict  the same as one JSON document
-  python -m kvlab.report 3f9a --partial --out /tmp/look    by hash, unfinished, written elsewhere
+  python -m kvlab.report 3f9a --partial --out look         by hash, unfinished, written elsewhere
 """
 
 

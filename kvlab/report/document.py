@@ -116,7 +116,7 @@ def headline(result: Mapping) -> tuple[str, str]:
         return "NOTHING FITS", _nothing_fits(result, entries)
     word = _overall(result)
     wanted = max((f.get("n_needed") or 0 for e in judged(result) for f in e["families"].values()), default=0)
-    more = f" About {wanted} items a family would decide." if word == "INCONCLUSIVE" and wanted else ""
+    more = f" About {wanted:,} items a family would decide." if word == "INCONCLUSIVE" and wanted else ""
     return word, f"No config is shown to hold {_within(result)}.{more}"
 
 

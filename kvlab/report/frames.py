@@ -29,7 +29,7 @@ COLUMNS = {
     "c": ("gained (c)", lambda v: f"{v:.0f}"),
     "flips": ("flips", lambda v: f"{v:.0f}"),
     "n": ("n", lambda v: f"{v:.0f}"),
-    "n_needed": ("n needed", lambda v: f"{v:.0f}"),
+    "n_needed": ("n needed", lambda v: f"{v:,.0f}"),
     "dnll": ("delta NLL, nats/token", lambda v: f"{v:+.4f}"),
     "failed": ("caught", lambda v: "yes" if v else "no"),
 }
@@ -132,8 +132,8 @@ def family_rows(result: Mapping) -> pd.DataFrame:
             pair = (entry.get("families") or {}).get(family)
             if pair:
                 points = {f"{k}_points": _points(pair.get(k)) for k in ("diff", "low", "high", "margin")}
-                kept = {k: pair.get(k) for k in ("b", "c", "p", "n_needed", "verdict")}
-                head = {"config": entry["label"], "family": family, "n": pair.get("n")}
+                kept = {k: pair.get(k) for k in ("b", "c", "p", "n_needed")}
+                head = {"config": entry["label"], "family": family, "verdict": pair.get("verdict"), "n": pair.get("n")}
                 lines.append({**head, "base": pair.get("base"), "score": pair.get("score"), **points, **kept})
     return pd.DataFrame(lines)
 

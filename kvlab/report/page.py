@@ -32,7 +32,7 @@ h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .75rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
-th { color: var(--soft); font-weight: 600; vertical-align: bottom }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal }
 td.text, th.text { text-align: left }
 tr.chosen td { background: var(--band); font-weight: 600 }
 figure { margin: 0 } img { max-width: 100%; height: auto } figcaption, .soft { color: var(--soft); font-size: .875rem }

@@ -100,7 +100,7 @@ def test_an_open_verdict_says_how_many_items_would_decide(search):
     wanted = max(f["n_needed"] or 0 for e in open_["finalists"] for f in e["families"].values())
     assert (word, sentence) == (
         "INCONCLUSIVE",
-        f"No config is shown to hold within 6.00 GB (5.59 GiB). About {wanted} items a family would decide.",
+        f"No config is shown to hold within 6.00 GB (5.59 GiB). About {wanted:,} items a family would decide.",
     )
 
 
