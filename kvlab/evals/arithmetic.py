@@ -135,7 +135,7 @@ def compare_choice(rng: random.Random, length: int) -> Draft:
     question, answer = example()
     a, b = (int(word) for word in question.split() if word.isdigit())
     context = _shots(rng, length, question, example)
-    options = tuple(f" {number}" for number in sorted((a, b)))
+    options = tuple(f" {number}" for number in (a, b))
     return Draft(context=context, question=question[:-3], cue=" is", answers=(f" {answer}",), choices=options)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_PIECES = re.compile(r" (?=\d)|\d|[^\W\d_]+|[^\w\s]|_|\n")
+_PIECES = re.compile(r" (?=\d)|\d|[^\W\d_]+|[^\w\s]+|_|\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

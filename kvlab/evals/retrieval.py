@@ -70,7 +70,7 @@ def passkey(rng: random.Random, length: int) -> Draft:
     return Draft(context="".join(lines), question="What is the pass key? The pass key", cue=" is", answers=(f" {key}",))
 
 
-def multikey(rng: random.Random, length: int, keys: int = 4) -> Draft:
+def multikey(rng: random.Random, length: int, keys: int = 3) -> Draft:
     """Several sentences of one form with different names; one of them is asked for."""
     names, things = rng.sample(NAMES, keys), rng.sample(THINGS, keys)
     needles = [f"The secret word of {name} is {thing}." for name, thing in zip(names, things, strict=True)]
@@ -96,15 +96,18 @@ def multikey_choice(rng: random.Random, length: int) -> Draft:
 
 
 def json_value(rng: random.Random, length: int) -> Draft:
-    """A JSON object with one entry a line; the value of one key is asked for."""
-    per_line = estimate_tokens('  "amber": "river",\n')
-    count = max(3, (length - 4) // per_line)
-    keys: list[str] = []
-    while len(keys) < count:  # two words make as many keys as a length can ask for
-        key = f"{rng.choice(NAMES)}'s {rng.choice(PLACES)}" if count > len(NAMES) else rng.choice(NAMES)
-        if key not in keys:
-            keys.append(key)
-    values = [rng.choice(THINGS) for _ in keys]
-    body = ",\n".join(f'  "{key}": "{value}"' for key, value in zip(keys, values, strict=True))
-    pick = rng.randrange(count)
-    return Draft(context="{\n" + body + "\n}\n", question=f'"{keys[pick]}"', cue=":", answers=(f' "{values[pick]}"',))
+    """A JSON object of three-digit numbers, one entry a line; the value of one key is asked for."""
+    names: list[str] = [*NAMES]
+    rng.shuffle(names)
+    values: dict[str, int] = {}
+    lines: list[str] = []
+    budget = length - 4
+    while budget > 0 or len(values) < 3:
+        turn, place = divmod(len(values), len(names))
+        key = names[place] + (f" {turn}" if turn else "")  # beyond the names each comes again with a number
+        values[key] = rng.randint(100, 999)
+        lines.append(f'"{key}": {values[key]}')
+        budget -= estimate_tokens(lines[-1] + ",\n")
+    asked = rng.choice(list(values))
+    context = "{\n" + ",\n".join(lines) + "\n}\n"
+    return Draft(context=context, question=f'"{asked}', cue='":', answers=(f" {values[asked]}",))

@@ -50,26 +50,25 @@ TASKS = _tasks(
     Task("compare_choice", "math", "choice", arithmetic.compare_choice, 180),
     Task("word_problem", "math", "greedy", arithmetic.word_problem, 200),
     Task("word_problem_choice", "math", "choice", arithmetic.word_problem_choice, 200),
-    Task("dict_number", "code", "greedy", programs.dict_number, 160),
-    Task("dict_word", "code", "greedy", programs.dict_word, 160),
-    Task("dict_word_choice", "code", "choice", programs.dict_word_choice, 160),
-    Task("variable_number", "code", "greedy", programs.variable_number, 160),
-    Task("variable_word", "code", "greedy", programs.variable_word, 160),
-    Task("constants", "code", "greedy", programs.constants, 180),
-    Task("list_index", "code", "choice", programs.list_index, 180),
-    Task("list_index_greedy", "code", "greedy", programs.list_index_greedy, 180),
-    Task("call", "code", "greedy", programs.call, 180),
-    Task("call_choice", "code", "choice", programs.call_choice, 180),
-    Task("program_output", "code", "greedy", programs.program_output, 180),
-    Task("program_output_choice", "code", "choice", programs.program_output_choice, 180),
-    Task("trace", "code", "greedy", programs.trace, 180),
+    Task("dict_lookup", "code", "greedy", programs.dict_lookup, 180),
+    Task("dict_lookup_choice", "code", "choice", programs.dict_lookup_choice, 180),
+    Task("dict_assign", "code", "greedy", programs.dict_assign, 160),
+    Task("attribute", "code", "greedy", programs.attribute, 160),
+    Task("constant_call", "code", "greedy", programs.constant_call, 180),
+    Task("list_index", "code", "greedy", programs.list_index, 160),
+    Task("list_index_choice", "code", "choice", programs.list_index_choice, 160),
+    Task("call", "code", "greedy", programs.call, 160),
+    Task("call_choice", "code", "choice", programs.call_choice, 160),
+    Task("program_output", "code", "greedy", programs.program_output, 160),
+    Task("program_output_choice", "code", "choice", programs.program_output_choice, 160),
+    Task("trace", "code", "greedy", programs.trace, 160),
 )
 
 SUITE_VERSION = 1
 DEFAULT_SUITE: dict[str, tuple[str, ...]] = {
     "retrieval": ("needle_text", "multikey"),
-    "math": ("word_problem", "add1_choice"),
-    "code": ("dict_word", "list_index"),
+    "math": ("word_problem", "count_on"),
+    "code": ("dict_assign", "attribute"),
 }
 """Chosen by measurement on the default model; the table and the protocol are in sweeps/LOG.md."""
 
