@@ -72,11 +72,11 @@ def run(
     rows: tuple[Architecture, ...] = ARCHITECTURES,
 ) -> dict[str, Any]:
     """The whole document. `model=None` leaves the default model out."""
+    default = None if model is None else compare_tokens(model, tokens, say)
     architectures = []
     for architecture in rows:
         architectures.append(compare(architecture))
         say(f"{architecture.name}: {architectures[-1]['mode']}, {architectures[-1]['max_abs_logit_diff']:.1e}")
-    default = None if model is None else compare_tokens(model, tokens, say)
     exact = all(row["max_abs_logit_diff"] <= TOLERANCE for row in architectures)
     same = default is None or default["tokens_equal"] == default["tokens"]
     return {
