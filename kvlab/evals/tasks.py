@@ -33,10 +33,10 @@ def _tasks(*rows: Task) -> dict[str, Task]:
 
 
 TASKS = _tasks(
-    Task("needle_text", "retrieval", "greedy", retrieval.needle_text, 300),
+    Task("needle_text", "retrieval", "greedy", retrieval.needle_text, 250),
     Task("needle_word", "retrieval", "greedy", retrieval.needle_word, 300),
     Task("passkey", "retrieval", "greedy", retrieval.passkey, 300),
-    Task("multikey", "retrieval", "greedy", retrieval.multikey, 300),
+    Task("multikey", "retrieval", "greedy", retrieval.multikey, 250),
     Task("multikey_choice", "retrieval", "choice", retrieval.multikey_choice, 300),
     Task("json_value", "retrieval", "greedy", retrieval.json_value, 200),
     Task("add1", "math", "greedy", arithmetic.add1, 140),
@@ -46,13 +46,13 @@ TASKS = _tasks(
     Task("subtract", "math", "greedy", arithmetic.subtract, 140),
     Task("subtract_choice", "math", "choice", arithmetic.subtract_choice, 140),
     Task("progression_choice", "math", "choice", arithmetic.progression_choice, 180),
-    Task("count_on", "math", "greedy", arithmetic.count_on, 180),
+    Task("count_on", "math", "greedy", arithmetic.count_on, 160),
     Task("compare_choice", "math", "choice", arithmetic.compare_choice, 180),
     Task("word_problem", "math", "greedy", arithmetic.word_problem, 200),
     Task("word_problem_choice", "math", "choice", arithmetic.word_problem_choice, 200),
     Task("dict_lookup", "code", "greedy", programs.dict_lookup, 180),
     Task("dict_lookup_choice", "code", "choice", programs.dict_lookup_choice, 180),
-    Task("dict_assign", "code", "greedy", programs.dict_assign, 160),
+    Task("dict_assign", "code", "greedy", programs.dict_assign, 180),
     Task("attribute", "code", "greedy", programs.attribute, 160),
     Task("constant_call", "code", "greedy", programs.constant_call, 180),
     Task("list_index", "code", "greedy", programs.list_index, 160),
@@ -61,14 +61,14 @@ TASKS = _tasks(
     Task("call_choice", "code", "choice", programs.call_choice, 160),
     Task("program_output", "code", "greedy", programs.program_output, 160),
     Task("program_output_choice", "code", "choice", programs.program_output_choice, 160),
-    Task("trace", "code", "greedy", programs.trace, 160),
+    Task("trace", "code", "greedy", programs.trace, 140),
 )
 
 SUITE_VERSION = 1
 DEFAULT_SUITE: dict[str, tuple[str, ...]] = {
     "retrieval": ("needle_text", "multikey"),
     "math": ("word_problem", "count_on"),
-    "code": ("dict_assign", "attribute"),
+    "code": ("dict_assign", "attribute", "trace"),
 }
 """Chosen by measurement on the default model; the table and the protocol are in sweeps/LOG.md."""
 
