@@ -55,6 +55,12 @@ def test_one_layer_permuted_is_enough(smollm: Loaded) -> None:
         sanity(dataclasses.replace(smollm, model=model))
 
 
+def test_too_good_a_number_is_as_wrong_as_too_bad_a_one(smollm: Loaded) -> None:
+    alias = dataclasses.replace(ALIASES["smollm2-135m"], perplexity=(30.0, 40.0))
+    with pytest.raises(BrokenBaseline, match=r"has perplexity 20\.1\d .* 30\.00 to 40\.00 is right"):
+        sanity(dataclasses.replace(smollm, alias=alias))
+
+
 def test_logits_that_are_not_finite_fail(smollm: Loaded) -> None:
     model = copy.deepcopy(smollm.model)
     with torch.no_grad():
