@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rows import Sequence, make_row
 from variants import ALL_BUDGETS, ALL_CODECS, ALL_SCORERS, SOME_CODECS, name_of
 
+import kvlab.row
 from kvlab.codecs import Affine, Codec, Fp8, Raw
 from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
@@ -161,6 +162,39 @@ def test_query_heads_that_kv_heads_do_not_divide_are_refused() -> None:
     row.commit(sequence.k, sequence.v)
     with pytest.raises(ValueError, match="got 5 query and 2 KV heads"):
         row.attend(sequence.q, sequence.k, sequence.v, SCALE)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_queries_are_served_in_blocks_without_a_difference(softcap: float | None, monkeypatch: Any) -> None:
+    config = KVConfig(key=Affine(bits=4, group=16), scorer=AttentionMass(0.9), budget=Tokens(30), recent_tokens=8)
+    sequence, results = Sequence(70, 2, 6, 16, 3), []
+    for logits_at_once in (2**26, 500):
+        monkeypatch.setattr(kvlab.row, "_LOGITS_AT_ONCE", logits_at_once)
+        row = make_row(config, 2, 16)
+        for q, k, v in sequence.forwards([37, 32, 1]):
+            out, mass = row.attend(q, k, v, SCALE, softcap)
+            row.commit(k, v, mass)
+            results.append((out, mass))
+    for (out, mass), (blocked, blocked_mass) in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(blocked, out, rtol=0, atol=1e-12)
+        torch.testing.assert_close(blocked_mass, mass, rtol=0, atol=1e-6)
+
+
+def test_a_second_turn_after_eviction_is_the_same_in_one_call_or_token_by_token() -> None:
+    config = KVConfig(
+        key=Affine(bits=4, group=16), scorer=AttentionMass(), budget=Tokens(30), sink_tokens=2, recent_tokens=8
+    )
+    row, sequence = make_row(config, 2, 16), Sequence(107, 2, 6, 16, 12)
+    feed(row, sequence, [100])
+    assert row.occupancy[0].kept == 30
+    assert not torch.equal(row.positions(), torch.arange(72, 92).expand(2, -1))  # scattered, not the last ones
+    turn = [x[:, 100:] for x in (sequence.q, sequence.k, sequence.v)]
+    at_once, _ = row.copy().attend(*turn, SCALE)
+    for t in range(7):  # fewer than a page: nothing more is evicted meanwhile
+        q, k, v = (x[:, t : t + 1] for x in turn)
+        out, mass = row.attend(q, k, v, SCALE)
+        torch.testing.assert_close(out, at_once[:, t : t + 1], rtol=0, atol=1e-12)
+        row.commit(k, v, mass)
 
 
 def poison(row: Row) -> None:

@@ -85,6 +85,14 @@ def test_prompt_then_decode_keeps_what_the_definition_keeps(scorer: Any, budget:
     compare(config, [60, 9] + [1] * 34, 3, None, False, 7)
 
 
+@pytest.mark.parametrize("scorer", [AttentionMass(), WindowAttention(8, 3)], ids=lambda s: s.label)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_pages_of_a_channel_codec_are_weighed_by_their_mean(scorer: Any, seed: int) -> None:
+    codec = Affine(bits=4, axis="channel", group=16)
+    config = KVConfig(key=codec, value=Raw(), scorer=scorer, budget=Tokens(70), sink_tokens=1, recent_tokens=4)
+    compare(config, [70, 50, *[1] * 20, 33], 1, None, False, seed)
+
+
 def positions_after(config: KVConfig, parts: list[int], loud: dict[int, float] | None = None) -> list[list[int]]:
     """Positions kept by each head when every query looks at `loud` tokens."""
     heads, head_dim = 3, 16

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.codecs import Affine, Fp8, Raw
@@ -127,6 +127,7 @@ def test_a_demand_depends_on_the_context() -> None:
         read(cache(max_context_length=50), SHAPE, context=51)
 
 
+@settings(max_examples=25)
 @given(
     dtype=st.sampled_from(DTYPES),
     threshold=st.sampled_from([0.0, 0.25, 0.5, 0.9]),
@@ -241,6 +242,7 @@ def test_errors_do_not_show_the_key(text: str) -> None:
         read(text)
     assert KEY not in str(error.value)
     assert KEY not in repr(vars(error.value))
+    assert error.value.__cause__ is None
     assert error.value.__suppress_context__ or error.value.__context__ is None
 
 

@@ -50,6 +50,25 @@ def test_codes_of_the_decoded_value_are_the_same_codes(bits: int, seed: int) -> 
     torch.testing.assert_close(twice, once, rtol=2.0**-9, atol=2.0**-9)
 
 
+@pytest.mark.parametrize("head_dim", [15, 64, 80])
+@pytest.mark.parametrize("group", [16, 32, 64])
+@pytest.mark.parametrize("mode", ["asymmetric", "symmetric"])
+def test_odd_lengths_are_stored_whole_or_refused_before_the_first_token(head_dim: int, group: int, mode: str) -> None:
+    codec = Affine(bits=4, group=group, mode=mode)  # type: ignore[arg-type]
+    if head_dim % group:
+        with pytest.raises(ValueError, match=rf"head dim must be a multiple of .*got {head_dim}"):
+            codec.check(head_dim, 2, PAGE)
+        return
+    codec.check(head_dim, 2, PAGE)
+    x = torch.randn(2, 33, head_dim, generator=torch.Generator().manual_seed(group))
+    whole = codec.decode(codec.encode(x), head_dim, torch.float32)
+    for tokens in (1, 2, 3, 31, 33):
+        packed = codec.encode(x[:, :tokens])
+        assert packed["codes"].shape == (2, tokens, head_dim // 2)
+        assert torch.equal(codec.decode(packed, head_dim, torch.float32), whole[:, :tokens])
+    assert bool((whole.sign() == x.sign())[x.abs() > 0.5].all())  # no sign is lost in a nibble
+
+
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_groups_without_range_come_back_exactly(axis: str, bits: int) -> None:
