@@ -235,10 +235,10 @@ class SnapshotStore:
             self._remember(key, snapshot)
         return snapshot
 
-    def put(self, key: str, snapshot: Snapshot) -> None:
+    def put(self, key: str, snapshot: Snapshot, *, on_disk: bool = True) -> None:
         """Keep a snapshot, on disk too where there is a folder; the least recently used ones make room."""
         self._remember(key, snapshot)
-        if self.folder is None:
+        if self.folder is None or not on_disk:
             return
         meta = {"key": key, "tokens": str(snapshot.tokens), "scorers": json.dumps([repr(s) for s in snapshot.masses])}
         data = safetensors.torch.save({n: x.contiguous().cpu() for n, x in snapshot.tensors().items()}, meta)

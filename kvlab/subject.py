@@ -94,10 +94,12 @@ class LocalSubject:
 
     # -- score pass ------------------------------------------------------------------------------------------------
 
-    def score(self, items: Sequence[Item], configs: Sequence[KVConfig]) -> Iterator[ItemScore]:
+    def score(
+        self, items: Sequence[Item], configs: Sequence[KVConfig], *, persist: bool = True
+    ) -> Iterator[ItemScore]:
         """Rows for every item and config, teacher-forced on the gold answer, item by item, configs in order.
 
-        Raises ValueError for a config that does not fit the model, before anything is computed.
+        `persist=False` keeps snapshots in memory only, for items that will not be asked again. Raises ValueError for a config that does not fit the model, before anything is computed.
         """
         for config in configs:
             config.check(self.shape)
@@ -105,7 +107,7 @@ class LocalSubject:
         questions = [self._tokens(item) for item in items]
         with attach(self.model, BASELINE, plan=self.plan) as attachment:
             for start in range(0, len(questions), per_batch):
-                yield from self._score_batch(questions[start : start + per_batch], configs, attachment)
+                yield from self._score_batch(questions[start : start + per_batch], configs, attachment, persist)
 
     def _tokens(self, item: Item) -> _Question:
         encode = self.tokenizer.encode
@@ -120,7 +122,7 @@ class LocalSubject:
         return _Question(item, tuple(context), tuple(question), continuations)
 
     def _score_batch(
-        self, questions: Sequence[_Question], configs: Sequence[KVConfig], attachment: Attachment
+        self, questions: Sequence[_Question], configs: Sequence[KVConfig], attachment: Attachment, persist: bool
     ) -> Iterator[ItemScore]:
         snapshots = self._snapshots(questions, attachment)
         jobs: list[tuple[int, KVConfig, KVCache, float]] = []
@@ -135,7 +137,7 @@ class LocalSubject:
         for (n, config, _, _), rows in zip(jobs, logits, strict=True):
             if config == BASELINE and snapshots[n].reference is None:
                 snapshots[n].reference = torch.log_softmax(rows[0].float(), dim=-1)
-                self.store.put(self._key(questions[n]), snapshots[n])
+                self.store.put(self._key(questions[n]), snapshots[n], on_disk=persist)
         for (n, config, cache, forked), rows in zip(jobs, logits, strict=True):
             if config in configs:
                 self.counters.configs.add(config.id)

@@ -1,0 +1,130 @@
+"""ScoreBook: every score of a run, by role, config and item. What is in the book is never scored again.
+
+It is the only place of the search that calls the subject, the only one that writes rows, and the one that stops when
+asked to: between items, with everything saved.
+"""
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+from kvlab.config import KVConfig
+from kvlab.evals.item import Item
+from kvlab.evals.subject import ItemScore
+from kvlab.progress import Progress
+from kvlab.runs import Run
+from kvlab.subject import LocalSubject
+
+Key = tuple[str, str, str]
+_SAVE_EVERY_S = 5.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Asked to stop; the book is saved."""
+
+
+class StopFlag:
+    """First SIGINT or SIGTERM asks for a stop between items; the second one aborts. A context manager."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopFlag":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class ScoreBook:
+    """Rows of one run in memory and on disk. `role` tells apart passes over the same items: search, confirm, aa, ..."""
+
+    def __init__(self, run: Run, subject: LocalSubject, stop: StopFlag, progress: Progress) -> None:
+        self.run, self.subject, self.stop, self.progress = run, subject, stop, progress
+        self.rows: dict[Key, ItemScore] = {}
+        self.failures: dict[str, str] = {}
+        self._unsaved: list[dict[str, Any]] = []
+        self._saved_at = time.monotonic()
+        self._counted_before = run.status.get("prefills", 0)
+        self._load()
+
+    def _load(self) -> None:
+        names = {f.name for f in dataclasses.fields(ItemScore)}
+        for record in self.run.rows().to_dict("records"):
+            row: dict[str, Any] = {str(k): None if v != v else v for k, v in record.items() if k in names}
+            self.rows[(record["role"], row["config_id"], row["item_id"])] = ItemScore(**row)
+
+    @property
+    def prefills(self) -> int:
+        """Prefills of this run, those before a resume included."""
+        return self._counted_before + self.subject.counters.prefills
+
+    def get(self, role: str, config: KVConfig, item: Item) -> ItemScore:
+        return self.rows[(role, config.id, item.id)]
+
+    def ensure(self, role: str, items: Sequence[Item], configs: Iterable[KVConfig], *, persist: bool = True) -> None:
+        """Score what is missing, items that miss the same configs together.
+
+        A config that cannot be scored is set aside in `failures` with its reason and does not stop the others. Raises
+        Interrupted between items when a stop was asked for.
+        """
+        wanted = {c.id: c for c in configs}
+        groups: dict[tuple[str, ...], list[Item]] = {}
+        for item in items:
+            missing = tuple(i for i in wanted if (role, i, item.id) not in self.rows and i not in self.failures)
+            if missing:
+                groups.setdefault(missing, []).append(item)
+        for ids, group in groups.items():
+            self._score(role, group, [wanted[i] for i in ids], persist)
+        self.save()
+
+    def _score(self, role: str, items: Sequence[Item], configs: list[KVConfig], persist: bool) -> None:
+        try:
+            self._pass(role, items, configs, persist)
+        except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
+            if len(configs) == 1:
+                self.failures[configs[0].id] = f"{type(error).__name__}: {error}"
+                return
+            # One of several configs failed: each alone, so that only the culprit is set aside.
+            for config in configs:
+                left = [i for i in items if (role, config.id, i.id) not in self.rows]
+                if left:
+                    self._score(role, left, [config], persist)
+
+    def _pass(self, role: str, items: Sequence[Item], configs: list[KVConfig], persist: bool) -> None:
+        labels = {c.id: c.label for c in configs}
+        for n, row in enumerate(self.subject.score(items, configs, persist=persist), start=1):
+            self.rows[(role, row.config_id, row.item_id)] = row
+            self._unsaved.append(dataclasses.asdict(row) | {"role": role, "label": labels[row.config_id]})
+            self.progress.add()
+            if n % len(configs) == 0:
+                self._pause()
+
+    def _pause(self) -> None:
+        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
+            self.save()
+        if self.stop.asked:
+            self.save()
+            raise Interrupted
+
+    def save(self) -> None:
+        """Write rows and counters; afterwards they survive a kill."""
+        if self._unsaved:
+            self.run.append(self._unsaved)
+            self._unsaved = []
+            self.run.set_status("running", prefills=self.prefills)
+        self._saved_at = time.monotonic()

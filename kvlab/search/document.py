@@ -1,0 +1,174 @@
+"""The result document of a search, schema kvlab.search/1: plain data that prints, saves and reports."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvlab import stats
+from kvlab.book import ScoreBook
+from kvlab.config import KVConfig, ModelShape
+from kvlab.confirm import ROLE as CONFIRM
+from kvlab.confirm import Verdicts, family_scores
+from kvlab.evals.item import EvalSet
+from kvlab.models import Loaded
+from kvlab.search.race import ROLE as SEARCH
+from kvlab.search.race import Race, Racer, Trial
+from kvlab.search.workload import Workload
+from kvlab.subject import BASELINE, Timing
+
+SCHEMA = "kvlab.search/1"
+
+
+class Describer:
+    """Turns configs of one model, workload and budget into plain data."""
+
+    def __init__(self, shape: ModelShape, workload: Workload, budget: int, book: ScoreBook) -> None:
+        self.shape, self.workload, self.budget, self.book = shape, workload, budget, book
+
+    def size(self, config: KVConfig) -> int:
+        return self.workload.bytes(config, self.shape)
+
+    def config(self, config: KVConfig) -> dict[str, Any]:
+        """Identity and bytes at the workload."""
+        size = self.size(config)
+        return {
+            "config_id": config.id,
+            "label": config.label,
+            "workload_bytes": size,
+            "feasible": size <= self.budget,
+            "workload_effective_bits": round(config.effective_bits(self.shape, self.workload.context), 4),
+            "sessions": self.workload.sessions(config, self.shape, self.budget),
+            "longest_context": self.workload.longest(config, self.shape, self.budget),
+        }
+
+    def measured(self, config: KVConfig, role: str, items: EvalSet) -> dict[str, Any]:
+        """Mean bytes over the contexts that were evaluated, as predicted and as measured."""
+        rows = [self.book.get(role, config, i) for i in items.items]
+        tokens = sum(r.context_tokens for r in rows)
+        total = sum(r.measured_bytes for r in rows)
+        return {
+            "context_used": round(tokens / len(rows)),
+            "predicted_bytes": round(sum(r.predicted_bytes for r in rows) / len(rows)),
+            "measured_bytes": round(total / len(rows)),
+            "bytes_per_token": round(total / tokens, 2),
+            "effective_bits": round(16 * total / sum(r.raw16_bytes for r in rows), 4),
+        }
+
+    def searched(self, config: KVConfig, items: EvalSet) -> dict[str, Any]:
+        """Search scores of each family: optimistic, never a result."""
+        rows = [(i, self.book.rows.get((SEARCH, config.id, i.id))) for i in items.items]
+        out: dict[str, Any] = {}
+        for family in items.families:
+            mine = [(i, r) for i, r in rows if i.family == family and r is not None]
+            if mine:
+                extra = [r.nll - self.book.get(SEARCH, BASELINE, i).nll for i, r in mine]
+                score = float(np.mean([r.score for _, r in mine]))
+                out[family] = {"n": len(mine), "score": score, "dnll": float(np.mean(extra))}
+        return out
+
+    def judged(self, config: KVConfig, judgement: stats.Judgement, items: EvalSet) -> dict[str, Any]:
+        """A confirmed config: identity, bytes, families and verdict."""
+        return {
+            **self.config(config),
+            "config": config.to_dict(),
+            "toml": config.to_toml(),
+            **self.measured(config, CONFIRM, items),
+            "families": {name: f.to_dict() for name, f in judgement.families.items()},
+            "verdict": judgement.verdict,
+        }
+
+
+def model(loaded: Loaded, shape: ModelShape, compressed: Sequence[int]) -> dict[str, Any]:
+    return {
+        "name": loaded.name,
+        "revision": loaded.revision,
+        "weights_sha256": loaded.weights_sha256,
+        "dtype": loaded.dtype,
+        "layers": loaded.layers,
+        "compressed_layers": len(compressed),
+        "kv_heads": loaded.kv_heads,
+        "head_dim": loaded.head_dim,
+        "trained_context": loaded.trained_context,
+        "raw_bytes_per_token": shape.raw_bytes(1),
+    }
+
+
+def notes(loaded: Loaded, workload: Workload, raw_bytes: int, budget: int, context_used: int | None) -> list[str]:
+    """What a reader must know before believing the table."""
+    out = []
+    if loaded.trained_context and workload.context > loaded.trained_context:
+        out.append(
+            f"the workload asks for {workload.context} tokens; {loaded.name} was trained for {loaded.trained_context}: "
+            "bytes are right, answers at that length are not promised by any cache"
+        )
+    if raw_bytes <= budget:
+        out.append("the budget does not bind: the uncompressed 16-bit cache fits it")
+    if context_used is not None and context_used < workload.context:
+        out.append(
+            f"accuracy was measured at about {context_used} tokens of context, bytes are for {workload.context}: "
+            "raw sinks and the recent window weigh more in short contexts, so compare effective bits of both"
+        )
+    return out
+
+
+def anchors(
+    describe: Describer, named: Mapping[str, KVConfig], items: EvalSet, verdicts: Verdicts | None, fresh: EvalSet
+) -> list[dict[str, Any]]:
+    """Reference points, feasible or not; those that were confirmed carry their verdict."""
+    out = []
+    for name, config in named.items():
+        row = {"name": name, **describe.config(config), "search": describe.searched(config, items)}
+        if config.id not in describe.book.failures:
+            row |= describe.measured(config, SEARCH, items)
+        judgement = verdicts.judged.get(config.id) if verdicts else None
+        if judgement is not None:
+            row |= {k: v for k, v in describe.judged(config, judgement, fresh).items() if k in ("families", "verdict")}
+        out.append(row)
+    return out
+
+
+def trials(describe: Describer, race: Race, racer: Racer, anchor_ids: Iterable[str]) -> list[dict[str, Any]]:
+    """Every trial in the order asked, with its state and, where it failed, the reason."""
+    ids = set(anchor_ids)
+    return [_trial(describe, t, racer, ids) for t in race.trials]
+
+
+def _trial(describe: Describer, trial: Trial, racer: Racer, anchor_ids: set[str]) -> dict[str, Any]:
+    base = {"number": trial.number, "state": trial.state, "value": trial.value, "items": trial.items}
+    base |= {"reason": trial.reason} if trial.reason else {}
+    if trial.config is None:
+        return base | {"config_id": None, "label": "nothing of this scheme fits", "feasible": False, "search": {}}
+    return (
+        base
+        | describe.config(trial.config)
+        | {"anchor": trial.config.id in anchor_ids, "search": describe.searched(trial.config, racer.items)}
+    )
+
+
+def before_after(
+    describe: Describer, items: EvalSet, winner: KVConfig, raw: KVConfig, timings: Sequence[Timing]
+) -> dict[str, Any]:
+    """The uncompressed cache beside the chosen one: bytes, speed, accuracy."""
+    out = {}
+    for name, config, timing in (("before", BASELINE, timings[0]), ("after", winner, timings[1])):
+        rows = [(i, describe.book.get(CONFIRM, config, i)) for i in items.items]
+        counted = raw if config is BASELINE else config
+        used = round(sum(r.context_tokens for _, r in rows) / len(rows))
+        if config is BASELINE:
+            # The baseline is exact in the model's own dtype; its bytes are shown as 16 bit holds them.
+            held = {"bytes_per_token": float(describe.shape.raw_bytes(1)), "effective_bits": 16.0}
+        else:
+            held = {k: describe.measured(config, CONFIRM, items)[k] for k in ("bytes_per_token", "effective_bits")}
+        out[name] = {
+            "label": config.label if config is not BASELINE else "raw (16 bit)",
+            "kv_bytes_workload": describe.size(counted),
+            **held,
+            "context_used": used,
+            "ttft_ms": round(timing.ttft_s * 1e3, 2),
+            "latency_ms_mean": round(timing.latency_s * 1e3, 2),
+            "tokens_per_s": round(timing.tokens_per_s, 2),
+            "timed_prompt_tokens": timing.prompt_tokens,
+            "families": family_scores([(i, r.score) for i, r in rows]),
+        }
+    return out

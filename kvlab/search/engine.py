@@ -1,0 +1,372 @@
+"""One search from model to verdict: load, size, race, confirm, time, write. Resumable at any point.
+
+A resumed run takes the same steps over the rows it already has, so it ends where an uninterrupted one would.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+import transformers
+
+from kvlab import confirm, models
+from kvlab.book import Interrupted, ScoreBook, StopFlag
+from kvlab.config import KVConfig
+from kvlab.evals.item import EvalSet
+from kvlab.evals.tasks import build
+from kvlab.models import Loaded
+from kvlab.progress import Progress
+from kvlab.runs import Run, listing
+from kvlab.search import document
+from kvlab.search.document import Describer
+from kvlab.search.race import Race, Racer, finalists
+from kvlab.search.settings import Request, UsageError
+from kvlab.search.sizing import Sizes, Speed, fit, measure, with_wishes
+from kvlab.search.space import Space
+from kvlab.search.workload import Workload
+from kvlab.snapshot import SnapshotStore
+from kvlab.subject import BASELINE, LocalSubject, snapshot_identity
+
+SLUG = "search"
+BATCH = 8
+_TIMED_STEPS, _TIMED_REPEATS = 8, 3
+
+
+@dataclass(slots=True)
+class Session:
+    """A loaded model with its space, subject and item sets."""
+
+    request: Request
+    loaded: Loaded
+    subject: LocalSubject
+    space: Space
+    sanity: dict[str, Any]
+
+    @property
+    def raw(self) -> KVConfig:
+        return self.space.anchors()["raw"]
+
+    def items(self, split: str, n: int) -> EvalSet:
+        return build(self.request.families, split=split, n=n, seed=self.request.seed)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to be resumed: a difference here means other scores or other trials."""
+        return {
+            "weights_sha256": self.loaded.weights_sha256,
+            "dtype": self.loaded.dtype,
+            "space": self.space.hash,
+            "items": self.items("search", 2).sha256,
+            "versions": versions(),
+        }
+
+
+def versions() -> dict[str, str]:
+    from kvlab import __version__
+
+    return {
+        "kvlab": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "optuna": optuna.__version__,
+    }
+
+
+def open_session(request: Request, *, cache_dir: Path | None = None) -> Session:
+    """Load the model, check that it works uncompressed, and lay out the space."""
+    loaded = models.load(request.model)
+    sanity = models.sanity(loaded)
+    workload = Workload(request.context, request.concurrency)
+    folder = (cache_dir or models.cache_root()) / "snapshots"
+    probe = LocalSubject(loaded)
+    raw_dtype = "auto" if loaded.model.dtype.itemsize == 2 else "float16"
+    space = Space(probe.shape, workload, request.budget_bytes, raw_dtype)
+    store = SnapshotStore(snapshot_identity(loaded), folder, disk_bytes=4 << 30)
+    subject = LocalSubject(loaded, scorers=space.scorers(), store=store, plan=probe.plan)
+    return Session(request, loaded, subject, space, sanity)
+
+
+def plan(session: Session) -> tuple[Sizes, Speed]:
+    """Sizes for the requested minutes, from speeds measured on the first items."""
+    anchors = session.space.anchors()
+    speed = measure(session.subject, session.items("search", 1), [BASELINE, *anchors.values()])
+    request = session.request
+    sizes = fit(request.minutes, speed, len(request.families), len(anchors))
+    return with_wishes(sizes, request.trials, request.items), speed
+
+
+def dry_run(session: Session) -> dict[str, Any]:
+    """What a run would do: bytes of the anchors, sizes of the stages, estimated seconds."""
+    sizes, speed = plan(session)
+    request, space = session.request, session.space
+    describe = {name: _size_row(session, config) for name, config in space.anchors().items()}
+    return {
+        "schema": "kvlab.search.plan/1",
+        "model": document.model(session.loaded, session.subject.shape, session.subject.plan.compressed),
+        "mode": session.subject.plan.mode,
+        "workload": {"context": request.context, "concurrency": request.concurrency},
+        "budget_bytes": request.budget_bytes,
+        "raw_workload_bytes": space.workload.bytes(session.raw, space.shape),
+        "anchors": describe,
+        "sizes": dataclasses.asdict(sizes),
+        "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
+        "speed": {k: round(v, 4) for k, v in dataclasses.asdict(speed).items()},
+        "estimated_s": round(sizes.seconds(speed, len(request.families), len(describe))),
+        "notes": _notes(session, None),
+    }
+
+
+def _size_row(session: Session, config: KVConfig) -> dict[str, Any]:
+    space = session.space
+    size = space.workload.bytes(config, space.shape)
+    return {"label": config.label, "workload_bytes": size, "feasible": size <= space.budget}
+
+
+def _notes(session: Session, context_used: int | None) -> list[str]:
+    space = session.space
+    raw = space.workload.bytes(session.raw, space.shape)
+    return document.notes(session.loaded, space.workload, raw, space.budget, context_used)
+
+
+def start(session: Session, root: Path) -> Run:
+    """A new run folder, its sizes fixed from measured speed before any trial."""
+    sizes, speed = plan(session)
+    previous = _previous_best(session, root)
+    config = {
+        "schema": document.SCHEMA,
+        "request": session.request.to_dict(),
+        "identity": session.identity(),
+        "sizes": dataclasses.asdict(sizes),
+        "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
+        "previous_best": previous.to_dict() if previous else None,
+    }
+    extra = {
+        "model": document.model(session.loaded, session.subject.shape, session.subject.plan.compressed),
+        "dtype": session.loaded.dtype,
+        "attention": session.subject.plan.mode,
+        "threads": torch.get_num_threads(),
+        "seeds": {"items": session.request.seed, "sampler": session.request.seed},
+        "device": session.loaded.device,
+        "sanity": session.sanity,
+        "speed": dataclasses.asdict(speed),
+        "evalset": {
+            split: session.items(split, n).sha256
+            for split, n in (("search", sizes.search_items), ("confirm", sizes.confirm_items))
+        },
+    }
+    return Run.create(root, SLUG, config, extra_provenance=extra)
+
+
+def _previous_best(session: Session, root: Path) -> KVConfig | None:
+    """The confirmed winner of the latest finished search on the same weights, to start from."""
+    runs = listing(root)
+    for name in reversed(list(runs.name)) if len(runs) else []:
+        if f"-{SLUG}-" not in name:
+            continue
+        run = Run.open(root / name)
+        if not run.is_complete() or not (run.path / "result.json").exists():
+            continue
+        result = run.read_json("result.json")
+        if result["model"]["weights_sha256"] != session.loaded.weights_sha256 or not result["winner"]:
+            continue
+        won = next(f for f in result["finalists"] if f["config_id"] == result["winner"])
+        return KVConfig.from_dict(won["config"])
+    return None
+
+
+def check_resumable(session: Session, run: Run) -> None:
+    """Raise UsageError naming what differs between a run and the present model, space, items or versions."""
+    before, now = run.config["identity"], session.identity()
+    different = [f"{k}: {before.get(k)} then, {now[k]} now" for k in now if before.get(k) != now[k]]
+    if different:
+        raise UsageError(
+            f"{run.path.name} cannot be resumed, its scores would not compare: {'; '.join(different)}. Start a new run"
+        )
+
+
+def execute(session: Session, run: Run, *, quiet: bool = False) -> dict[str, Any]:
+    """Race, confirm and write; returns the result document. Raises Interrupted with everything saved."""
+    sizes = Sizes(**run.config["sizes"])
+    with run.lock(), StopFlag() as stop:
+        begun = time.monotonic()
+        earlier = float(run.status.get("wall_s", 0.0))
+        progress = Progress(_planned_rows(session, sizes), quiet=quiet)
+        run.set_status("running")
+        book = ScoreBook(run, session.subject, stop, progress)
+        progress.add(len(book.rows))
+        try:
+            result = _stages(session, run, book, sizes)
+            result["wall_s"] = round(earlier + time.monotonic() - begun, 2)
+            _write(run, result)
+            failed = sum(t["state"] == "failed" for t in result["trials"])
+            run.set_status("done", wall_s=result["wall_s"], failed_trials=failed, prefills=book.prefills)
+            return result
+        except (Interrupted, KeyboardInterrupt):
+            book.save()
+            run.set_status("interrupted", wall_s=round(earlier + time.monotonic() - begun, 2), prefills=book.prefills)
+            raise
+        except BaseException as error:
+            run.set_status("failed", error=f"{type(error).__name__}: {error}", prefills=book.prefills)
+            raise
+        finally:
+            progress.close()
+
+
+def _planned_rows(session: Session, sizes: Sizes) -> int:
+    families, anchors = len(session.request.families), len(session.space.anchors())
+    search = families * sizes.search_items * (anchors + 1) + sizes.trials * families * sizes.search_items // 2
+    return search + families * sizes.confirm_items * 7
+
+
+def _stages(session: Session, run: Run, book: ScoreBook, sizes: Sizes) -> dict[str, Any]:
+    space, anchors = session.space, session.space.anchors()
+    searched = session.items("search", sizes.search_items)
+    racer = Racer(space, book, searched, n_items=sizes.search_items, seed=session.request.seed)
+    previous = run.config["previous_best"]
+    race = racer.run(sizes.trials, BATCH, list(anchors.values()), KVConfig.from_dict(previous) if previous else None)
+    size = {t.config.id: space.workload.bytes(t.config, space.shape) for t in race.trials if t.config}
+    chosen = finalists(race, len(searched), size)
+    fresh = session.items("confirm", sizes.confirm_items)
+    margin = confirm.Margin.planned(sizes.confirm_items)
+    verdicts = judged = None
+    if chosen:
+        verdicts = confirm.judge_arms(book, fresh, [*chosen, anchors["int8"]], space.control(), margin)
+        verdicts = _replicated(session, book, sizes, fresh, chosen, verdicts)
+        judged = confirm.in_sequence(chosen, verdicts)
+    return _document(session, run, book, race, racer, fresh, chosen, verdicts, judged or {}, margin)
+
+
+def _replicated(
+    session: Session,
+    book: ScoreBook,
+    sizes: Sizes,
+    fresh: EvalSet,
+    chosen: list[KVConfig],
+    verdicts: confirm.Verdicts,
+) -> confirm.Verdicts:
+    """A second slice for every finalist that seems to rise."""
+    judged = dict(verdicts.judged)
+    for config in chosen:
+        if config.id in judged and confirm.seems_to_rise(judged[config.id]):
+            second = session.items("replicate", sizes.confirm_items)
+            judged[config.id] = confirm.replicate(book, fresh, second, config, verdicts)
+    return dataclasses.replace(verdicts, judged=judged)
+
+
+def _document(
+    session: Session,
+    run: Run,
+    book: ScoreBook,
+    race: Race,
+    racer: Racer,
+    fresh: EvalSet,
+    chosen: list[KVConfig],
+    verdicts: confirm.Verdicts | None,
+    judged: Mapping[str, Any],
+    margin: confirm.Margin,
+) -> dict[str, Any]:
+    space, request = session.space, session.request
+    describe = Describer(space.shape, space.workload, space.budget, book)
+    winner = next((c for c in reversed(chosen) if c.id in judged and judged[c.id].verdict in ("HOLDS", "RISES")), None)
+    shown = winner or next((c for c in chosen if c.id in judged), None)
+    rows = [describe.judged(c, judged[c.id], fresh) for c in chosen if c.id in judged]
+    anchors = space.anchors()
+    verdict = judged[shown.id].verdict if shown else "INCONCLUSIVE"
+    used = rows[0]["context_used"] if rows else None
+    result = {
+        "schema": document.SCHEMA,
+        "model": document.model(session.loaded, space.shape, session.subject.plan.compressed),
+        "mode": session.subject.plan.mode,
+        "workload": {"context": request.context, "concurrency": request.concurrency},
+        "budget_bytes": space.budget,
+        "raw_workload_bytes": describe.size(session.raw),
+        "binding": describe.size(session.raw) > space.budget,
+        "notes": _notes(session, used),
+        "verdict": verdict,
+        "winner": winner.id if winner else None,
+        "margin": margin.to_dict(),
+        "baseline": {"config_id": BASELINE.id, "label": "raw", "families": verdicts.baseline if verdicts else {}},
+        "anchors": document.anchors(describe, anchors, racer.items, verdicts, fresh),
+        "finalists": rows,
+        "controls": _controls(session, verdicts),
+        "trials": document.trials(describe, race, racer, (c.id for c in anchors.values())),
+        "rungs": list(race.rungs),
+        "before_after": _timed(session, describe, fresh, shown) if shown else None,
+        "nearest_misses": _misses(describe, anchors) if not rows else [],
+        "ledger": _ledger(run, fresh, [c.id for c in chosen], verdict),
+        "counters": {
+            "items": len({item for _, _, item in book.rows}),
+            "prefills": book.prefills,
+            "configs_scored": len({config for _, config, _ in book.rows}),
+            "item_scores": len(book.rows),
+            "corrupt_snapshots": session.subject.counters.corrupt_snapshots,
+        },
+        "wall_s": 0.0,
+        "run": str(run.path),
+        "seed": request.seed,
+        "versions": versions(),
+    }
+    return result
+
+
+def _controls(session: Session, verdicts: confirm.Verdicts | None) -> dict[str, Any]:
+    control = session.space.control()
+    return {
+        "aa": verdicts.aa if verdicts else None,
+        "positive": {
+            "config_id": control.id,
+            "label": control.label,
+            "families": verdicts.positive if verdicts else {},
+        },
+    }
+
+
+def _timed(session: Session, describe: Describer, fresh: EvalSet, shown: KVConfig) -> dict[str, Any]:
+    prompt = session.subject.tokenizer.encode(max((i.context for i in fresh.items[:12]), key=len))
+    describe.book.progress.at("timing before and after")
+    timings = session.subject.time([BASELINE, shown], prompt, _TIMED_STEPS, _TIMED_REPEATS)
+    return document.before_after(describe, fresh, shown, session.raw, timings)
+
+
+def _misses(describe: Describer, anchors: Mapping[str, KVConfig]) -> list[dict[str, Any]]:
+    """Smallest first: how far each reference is from the budget."""
+    rows = [{"name": name, **describe.config(c)} for name, c in anchors.items()]
+    return sorted(rows, key=lambda r: r["workload_bytes"])[:3]
+
+
+def _ledger(run: Run, fresh: EvalSet, configs: list[str], verdict: str) -> list[dict[str, Any]]:
+    """Every look at this confirmation set under the same root, this one last."""
+    path = run.path.parent / "ledger.jsonl"
+    entry = {
+        "run": run.path.name,
+        "items_sha256": fresh.sha256,
+        "n": len(fresh),
+        "configs": configs,
+        "verdict": verdict,
+    }
+    lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+    earlier = [x for x in lines if x["items_sha256"] == entry["items_sha256"] and x["run"] != entry["run"]]
+    if not any(x["run"] == entry["run"] for x in lines):
+        with path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+    looks = [*earlier, entry]
+    return [x | {"look": n} for n, x in enumerate(looks, start=1)]
+
+
+def _write(run: Run, result: dict[str, Any]) -> None:
+    winner = next((f for f in result["finalists"] if f["config_id"] == result["winner"]), None)
+    if winner is not None:
+        load, model = result["workload"], result["model"]
+        head = [
+            f"{winner['verdict']}: {winner['label']}",
+            f"{winner['workload_bytes']:,} of {result['budget_bytes']:,} bytes at {load['context']} tokens x "
+            f"{load['concurrency']}",
+            f"{model['name']} {model['weights_sha256'][:12]}, run {run.path.name}",
+        ]
+        run.write_text("sweet_spot.toml", "".join(f"# {line}\n" for line in head) + "\n" + winner["toml"])
+    run.write_json("result.json", result)

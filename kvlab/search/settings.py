@@ -1,0 +1,85 @@
+"""What a search was asked to do. Checked before anything heavy is loaded; knows no model."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlab.evals.item import FAMILIES, unknown
+from kvlab.search.sizes import parse_budget
+
+
+class UsageError(ValueError):
+    """A request that cannot be carried out as written; the message says what would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One search as asked for. `minutes` sizes the run; `trials` and `items` override what it would choose."""
+
+    budget_bytes: int
+    model: str = "smollm2-135m"
+    context: int = 131072
+    concurrency: int = 8
+    families: tuple[str, ...] = FAMILIES
+    minutes: float = 6.0
+    trials: int | None = None
+    items: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("context", 1), ("concurrency", 1), ("trials", 1), ("items", 2), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"--{name} must be at least {least}, got {value}")
+        if not 0 < self.minutes < 100_000:
+            raise UsageError(f"--minutes must be a positive number, got {self.minutes}")
+        if not self.families:
+            raise UsageError(f"--families needs at least one of {', '.join(FAMILIES)}")
+        for family in self.families:
+            if family not in FAMILIES:
+                raise UsageError(str(unknown("family", family, FAMILIES)))
+        if len(set(self.families)) != len(self.families):
+            raise UsageError(f"--families names one twice: {','.join(self.families)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"families": list(self.families)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Request":
+        values: dict[str, Any] = dict(data) | {"families": tuple(data["families"])}
+        return cls(**values)
+
+    def differences(self, given: Mapping[str, Any]) -> list[str]:
+        """Where explicitly given values differ from this request."""
+        own = dataclasses.asdict(self)
+        return [f"{k}: this run has {own[k]}, asked for {v}" for k, v in given.items() if own[k] != v]
+
+
+def budget(text: str) -> int:
+    """Bytes of a --budget-gb value."""
+    try:
+        return parse_budget(text)
+    except ValueError as error:
+        raise UsageError(f"--budget-gb: {error}") from None
+
+
+def families(text: str) -> tuple[str, ...]:
+    """Names of a comma-separated list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def writable(root: Path) -> None:
+    """Raise UsageError when a run could not be written under `root`."""
+    place = root
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise UsageError(f"--out {root}: {place} is a file; choose a folder")
+    try:
+        probe = place / f".kvlab-{id(root)}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--out {root} cannot be written: {error.strerror}; choose another folder") from None

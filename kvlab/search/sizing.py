@@ -1,0 +1,76 @@
+"""How much of everything fits the minutes: speeds are measured first, search and confirm planned together."""
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+
+from kvlab.config import KVConfig
+from kvlab.evals.item import EvalSet
+from kvlab.subject import LocalSubject
+
+# Shares of the time; the rest is loading, timing the winner and writing the report.
+_CONFIRM_SHARE, _SEARCH_SHARE = 0.46, 0.42
+_MIN_CONFIRM, _MAX_CONFIRM = 26, 256
+ARMS = 7  # confirm: baseline twice, the control, int8, three finalists
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds of a prefill, and of one further config on a prefilled item."""
+
+    prefill_s: float
+    row_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a run will do: items per family in each stage, and trials."""
+
+    search_items: int
+    trials: int
+    confirm_items: int
+
+    def seconds(self, speed: Speed, families: int, anchors: int) -> float:
+        """Planned time of search and confirm."""
+        search = families * self.search_items * (speed.prefill_s + (anchors + 1) * speed.row_s)
+        trials = self.trials * families * self.search_items / 2 * speed.row_s
+        confirm = families * self.confirm_items * (speed.prefill_s + ARMS * speed.row_s)
+        return search + trials + confirm
+
+
+def measure(subject: LocalSubject, probe: EvalSet, configs: list[KVConfig]) -> Speed:
+    """Speed on one item of each family: a pass that prefills with one config, and one with all of them."""
+    items = list(probe.head(1).items)
+    list(subject.score(items[:1], configs[:1], persist=False))  # first calls are slow
+    begin = time.perf_counter()
+    list(subject.score(items[1:], configs[:1], persist=False))
+    middle = time.perf_counter()
+    list(subject.score(items[1:], configs, persist=False))
+    many = (time.perf_counter() - middle) / (len(items) - 1)
+    first = (middle - begin) / (len(items) - 1)
+    # The first pass holds a baseline row and one config; the second, all configs and no prefill.
+    row = max(many / len(configs), 1e-4)
+    return Speed(max(first - 2 * row, 0.1 * first), row)
+
+
+def fit(minutes: float, speed: Speed, families: int, anchors: int) -> Sizes:
+    """Sizes whose planned time is about `minutes`. Never fewer confirm items than the widest margin needs."""
+    total = minutes * 60
+    per_confirm = families * (speed.prefill_s + ARMS * speed.row_s)
+    confirm = max(_MIN_CONFIRM, min(_MAX_CONFIRM, int(total * _CONFIRM_SHARE / per_confirm)))
+    search_s = total * _SEARCH_SHARE
+    per_item = families * (speed.prefill_s + (anchors + 1) * speed.row_s)
+    items = next((n for n in (64, 48, 32, 24, 16) if n * per_item <= 0.6 * search_s), 8)
+    per_trial = families * items / 2 * speed.row_s
+    trials = int((search_s - items * per_item) / per_trial)
+    return Sizes(items, max(8, min(64, trials)), confirm)
+
+
+def with_wishes(sizes: Sizes, trials: int | None, items: int | None) -> Sizes:
+    """`items` sets the confirm items of each family and bounds those of the search; `trials` the trials."""
+    if items is not None:
+        sizes = dataclasses.replace(
+            sizes, confirm_items=items, search_items=min(sizes.search_items, max(4, math.ceil(items / 2)))
+        )
+    return sizes if trials is None else dataclasses.replace(sizes, trials=trials)

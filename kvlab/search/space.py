@@ -1,0 +1,153 @@
+"""The search space, budget first: a trial picks a scheme, and eviction takes what the budget then still asks for.
+
+Names are conditional and their domains constant, so that one study can hold every branch. Knows configs and bytes,
+nothing of models, items or scores.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+
+from kvlab.codecs import Affine, Codec, Fp8, Raw
+from kvlab.config import KVConfig, ModelShape
+from kvlab.policies import AttentionMass, Budget, Fraction, Recency, Scorer, Unlimited, WindowAttention
+from kvlab.search.workload import Workload
+
+# Joint K/V schemes, keys never in fewer bits than values: key error is what breaks models.
+SCHEMES = ("raw", "fp8", "k8v8", "k8v4", "k4v4", "k4v3", "k4v2", "k3v3", "k3v2", "k2v2")
+SCORERS: dict[str, Scorer] = {"window": Recency(), "h2o": AttentionMass(), "snapkv": WindowAttention(window=16)}
+KEY_AXES = ("token", "rotated", "channel")
+CHANNEL_GROUPS = (32, 64)
+TOKEN_GROUPS = (32, 64)
+# Small on purpose: items are short, and a long raw window would hide from them what the encoded part loses.
+SINK_TOKENS, RECENT_TOKENS, PAGE_TOKENS = 4, 16, 16
+_STEP = 1000  # eviction fractions are thousandths
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Configs for one model, workload and budget. `raw_dtype` makes uncompressed tokens 16 bit wide."""
+
+    shape: ModelShape
+    workload: Workload
+    budget: int
+    raw_dtype: str
+
+    def config(self, trial: optuna.trial.BaseTrial) -> KVConfig | None:
+        """The trial's config, using the budget it is given; None where none of this scheme fits."""
+        scheme = trial.suggest_categorical("scheme", SCHEMES)
+        key, value, page = self._codecs(trial, scheme)
+        base = self.build(key, value, page_tokens=page)
+        if self.workload.bytes(base, self.shape) <= self.budget:
+            return base
+        scorer = SCORERS[trial.suggest_categorical("evict", tuple(SCORERS))]
+        fill = trial.suggest_float("fill", 0.7, 1.0)
+        return self.fitted(base, scorer, fill)
+
+    def _codecs(self, trial: optuna.trial.BaseTrial, scheme: str) -> tuple[Codec, Codec, int]:
+        if scheme in ("raw", "fp8"):
+            codec = Raw() if scheme == "raw" else Fp8()
+            return codec, codec, PAGE_TOKENS
+        k_bits, v_bits = int(scheme[1]), int(scheme[3])
+        if k_bits == 8:
+            key: Codec = Affine(bits=8, group=0, mode="symmetric")
+            axis, page = "token", PAGE_TOKENS
+        else:
+            axis = trial.suggest_categorical("k.axis", KEY_AXES)
+            page = trial.suggest_categorical("k.channel_group", CHANNEL_GROUPS) if axis == "channel" else PAGE_TOKENS
+            mode = trial.suggest_categorical("k.mode", ("asymmetric", "midrise"))
+            group = page if axis == "channel" else trial.suggest_categorical("k.group", TOKEN_GROUPS)
+            key = self._low(k_bits, mode, group, "channel" if axis == "channel" else "token", axis == "rotated")
+        if v_bits == 8:
+            return key, Affine(bits=8, group=0, mode="symmetric"), page
+        rotated = trial.suggest_categorical("v.rotated", (False, True))
+        group = trial.suggest_categorical("v.group", TOKEN_GROUPS)
+        return key, self._low(v_bits, "midrise" if rotated else "asymmetric", group, "token", rotated), page
+
+    def _low(self, bits: int, mode: str, group: int, axis: str, rotated: bool) -> Affine:
+        """A codec of 4 bits or fewer; clip factors are the NMSE optima for normal data."""
+        clip = {4: 0.92, 3: 0.8, 2: 0.6}[bits] if mode == "midrise" or bits == 2 else 1.0
+        if axis == "token" and any(s.key_dim % group or s.value_dim % group for s in self.shape.layers):
+            group = 0
+        return Affine(bits=bits, axis=axis, group=group, mode=mode, clip=clip, hadamard=rotated)  # type: ignore[arg-type]
+
+    def build(
+        self,
+        key: Codec,
+        value: Codec,
+        scorer: Scorer | None = None,
+        budget: Budget | None = None,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> KVConfig:
+        """A config of this space's sinks, window and raw dtype."""
+        return KVConfig(
+            key=key,
+            value=value,
+            scorer=scorer or Recency(),
+            budget=budget or Unlimited(),
+            sink_tokens=SINK_TOKENS,
+            recent_tokens=RECENT_TOKENS,
+            page_tokens=page_tokens,
+            raw_dtype=self.raw_dtype,
+        )
+
+    def fitted(self, base: KVConfig, scorer: Scorer, fill: float) -> KVConfig | None:
+        """`base` evicting by `scorer` so that the workload takes `fill` of the budget; None if not even 1/1000 fits."""
+        low, high = 0, _STEP
+        target = self.budget * fill
+        while high - low > 1:
+            middle = (low + high) // 2
+            config = self._evicting(base, scorer, middle)
+            low, high = (middle, high) if self.workload.bytes(config, self.shape) <= target else (low, middle)
+        return self._evicting(base, scorer, low) if low else None
+
+    def _evicting(self, base: KVConfig, scorer: Scorer, thousandths: int) -> KVConfig:
+        return self.build(base.key, base.value, scorer, Fraction(thousandths / _STEP), base.page_tokens)
+
+    def anchors(self) -> dict[str, KVConfig]:
+        """Reference points on every figure, whether or not they fit the budget."""
+        int8 = Affine(bits=8, group=0, mode="symmetric")
+        int4 = Affine(bits=4, group=32)
+        raw = self.build(Raw(), Raw())
+        window = self.fitted(raw, Recency(), 1.0) if self.workload.bytes(raw, self.shape) > self.budget else None
+        named = {
+            "raw": raw,
+            "fp8": self.build(Fp8(), Fp8()),
+            "int8": self.build(int8, int8),
+            "int4": self.build(int4, int4),
+        }
+        return named | ({"window": window} if window else {})
+
+    def first_trials(self) -> list[dict[str, Any]]:
+        """Trials always asked first: each scheme's plain form, as it fits the budget."""
+        token4 = {"k.axis": "token", "k.mode": "asymmetric", "k.group": 32, "v.rotated": False, "v.group": 32}
+        rotated4 = {"k.axis": "rotated", "k.mode": "midrise", "k.group": 64, "v.rotated": True, "v.group": 64}
+        channel = {"k.axis": "channel", "k.channel_group": 32, "k.mode": "asymmetric", "v.rotated": True, "v.group": 64}
+        return [
+            {"scheme": "k8v8", "evict": "h2o", "fill": 1.0},
+            {"scheme": "fp8", "evict": "snapkv", "fill": 1.0},
+            {"scheme": "k4v4", "evict": "h2o", "fill": 1.0} | token4,
+            {"scheme": "k4v3", "evict": "h2o", "fill": 1.0} | rotated4,
+            {"scheme": "k4v2", "evict": "h2o", "fill": 1.0} | channel,
+            {"scheme": "raw", "evict": "window", "fill": 1.0},
+        ]
+
+    def control(self) -> KVConfig:
+        """Known to be bad: 2-bit keys and values per token and a quarter of the tokens. It must fail."""
+        int2 = Affine(bits=2, group=32)
+        return self.build(int2, int2, Recency(), Fraction(0.25))
+
+    def scorers(self) -> tuple[Scorer, ...]:
+        """Scorers a prefill must observe."""
+        return tuple(SCORERS.values())
+
+    @property
+    def hash(self) -> str:
+        """Changes when a config of this space could come out differently."""
+        body = [SCHEMES, list(SCORERS), KEY_AXES, CHANNEL_GROUPS, TOKEN_GROUPS, SINK_TOKENS, RECENT_TOKENS, PAGE_TOKENS]
+        scorers = [repr(s) for s in SCORERS.values()]
+        text = json.dumps([body, scorers, repr(self), self.first_trials()], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
