@@ -1,5 +1,6 @@
 """The result document of a search, schema kvlab.search/1: plain data that prints, saves and reports."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvlab.confirm import ROLE as CONFIRM
 from kvlab.confirm import Verdicts, family_scores
 from kvlab.evals.item import EvalSet
 from kvlab.models import Loaded
+from kvlab.runs import Run
 from kvlab.search.race import ROLE as SEARCH
 from kvlab.search.race import Race, Racer, Trial
 from kvlab.search.workload import Workload
@@ -172,3 +174,42 @@ def before_after(
             "families": family_scores([(i, r.score) for i, r in rows]),
         }
     return out
+
+
+def controls(control: KVConfig, verdicts: Verdicts | None) -> dict[str, Any]:
+    """The A/A control and the config known to be bad, as a confirmation found them."""
+    families = verdicts.positive if verdicts else {}
+    return {
+        "aa": verdicts.aa if verdicts else None,
+        "positive": {"config_id": control.id, "label": control.label, "families": families},
+    }
+
+
+def counters(book: ScoreBook) -> dict[str, int]:
+    """What the run has spent, earlier parts of a resumed run included."""
+    return {
+        "items": len({item for _, _, item in book.rows}),
+        "prefills": book.prefills,
+        "configs_scored": len({config for _, config, _ in book.rows}),
+        "item_scores": len(book.rows),
+        "corrupt_snapshots": book.subject.counters.corrupt_snapshots,
+    }
+
+
+def ledger(run: Run, fresh: EvalSet, configs: list[str], verdict: str) -> list[dict[str, Any]]:
+    """Every look at this confirmation set under the same root, this one last."""
+    path = run.path.parent / "ledger.jsonl"
+    entry = {
+        "run": run.path.name,
+        "items_sha256": fresh.sha256,
+        "n": len(fresh),
+        "configs": configs,
+        "verdict": verdict,
+    }
+    lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+    earlier = [x for x in lines if x["items_sha256"] == entry["items_sha256"] and x["run"] != entry["run"]]
+    if not any(x["run"] == entry["run"] for x in lines):
+        with path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+    looks = [*earlier, entry]
+    return [x | {"look": n} for n, x in enumerate(looks, start=1)]

@@ -4,7 +4,6 @@ A resumed run takes the same steps over the rows it already has, so it ends wher
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -293,37 +292,19 @@ def _document(
         "baseline": {"config_id": BASELINE.id, "label": "raw", "families": verdicts.baseline if verdicts else {}},
         "anchors": document.anchors(describe, anchors, racer.items, verdicts, fresh),
         "finalists": rows,
-        "controls": _controls(session, verdicts),
+        "controls": document.controls(space.control(), verdicts),
         "trials": document.trials(describe, race, racer, (c.id for c in anchors.values())),
         "rungs": list(race.rungs),
         "before_after": _timed(session, describe, fresh, shown) if shown else None,
         "nearest_misses": _misses(describe, anchors) if not rows else [],
-        "ledger": _ledger(run, fresh, [c.id for c in chosen], verdict),
-        "counters": {
-            "items": len({item for _, _, item in book.rows}),
-            "prefills": book.prefills,
-            "configs_scored": len({config for _, config, _ in book.rows}),
-            "item_scores": len(book.rows),
-            "corrupt_snapshots": session.subject.counters.corrupt_snapshots,
-        },
+        "ledger": document.ledger(run, fresh, [c.id for c in chosen], verdict),
+        "counters": document.counters(book),
         "wall_s": 0.0,
         "run": str(run.path),
         "seed": request.seed,
         "versions": versions(),
     }
     return result
-
-
-def _controls(session: Session, verdicts: confirm.Verdicts | None) -> dict[str, Any]:
-    control = session.space.control()
-    return {
-        "aa": verdicts.aa if verdicts else None,
-        "positive": {
-            "config_id": control.id,
-            "label": control.label,
-            "families": verdicts.positive if verdicts else {},
-        },
-    }
 
 
 def _timed(session: Session, describe: Describer, fresh: EvalSet, shown: KVConfig) -> dict[str, Any]:
@@ -337,25 +318,6 @@ def _misses(describe: Describer, anchors: Mapping[str, KVConfig]) -> list[dict[s
     """Smallest first: how far each reference is from the budget."""
     rows = [{"name": name, **describe.config(c)} for name, c in anchors.items()]
     return sorted(rows, key=lambda r: r["workload_bytes"])[:3]
-
-
-def _ledger(run: Run, fresh: EvalSet, configs: list[str], verdict: str) -> list[dict[str, Any]]:
-    """Every look at this confirmation set under the same root, this one last."""
-    path = run.path.parent / "ledger.jsonl"
-    entry = {
-        "run": run.path.name,
-        "items_sha256": fresh.sha256,
-        "n": len(fresh),
-        "configs": configs,
-        "verdict": verdict,
-    }
-    lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
-    earlier = [x for x in lines if x["items_sha256"] == entry["items_sha256"] and x["run"] != entry["run"]]
-    if not any(x["run"] == entry["run"] for x in lines):
-        with path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-    looks = [*earlier, entry]
-    return [x | {"look": n} for n, x in enumerate(looks, start=1)]
 
 
 def _write(run: Run, result: dict[str, Any]) -> None:
