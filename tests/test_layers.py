@@ -32,7 +32,6 @@ FLOORS: dict[str, float] = {
     "confirm": 5.6,
     "search": 6,
     "bench": 6,
-    "sweep": 6.5,  # a sweep is a search without the searching: it runs the search's parts
     "sweep": 6.5,  # the search's sizes, sessions and documents, for formats named beforehand
     "__main__": 7,
 }
