@@ -373,8 +373,12 @@ class StackedLayer(CacheLayerMixin):
         owner = self.owner
         out = _attend_rows(self.rows, q, k, v, scale, owner.valid, softcap, sink_logits, owner.read_only)
         if not owner.read_only:
+            first = 0
             for part in self.parts:
-                part.seen += q.shape[2]
+                # A cache of one row takes its real tokens, so that it can go on alone without a mask.
+                real = None if owner.valid is None or len(part.rows) > 1 else owner.valid[first]
+                part.seen += q.shape[2] if real is None else int(real.sum())
+                first += len(part.rows)
         self._pending = None
         return out
 

@@ -126,7 +126,10 @@ def test_a_stack_gives_each_row_what_it_gets_alone(name) -> None:
             alone = feed(model, cache, rest, (turn.shape[1], *[1] * 20))
             assert (together[b, 9 - turn.shape[1] :] - alone[0]).abs().max() <= 1e-12
             assert caches[b].occupancy() == cache.occupancy()
+            assert caches[b].get_seq_length() == cache.get_seq_length()
             assert caches[b].nbytes == cache.nbytes
+            later = torch.cat([rest, token_ids(1, 3, seed=90)], dim=1)
+            assert (feed(model, caches[b], later, (1, 2)) - feed(model, cache, later, (1, 2))).abs().max() <= 1e-12
 
 
 def test_a_read_only_stack_changes_nothing() -> None:
