@@ -8,6 +8,7 @@ content.
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -218,7 +219,18 @@ class SnapshotStore:
         self.corrupt = 0
         self._memory: OrderedDict[str, Snapshot] = OrderedDict()
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.keep_in(folder)
+
+    def keep_in(self, folder: Path) -> None:
+        """Keep snapshots on disk too, from now on."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+
+    def discard(self) -> None:
+        """Delete what was kept on disk; nothing will be asked for again."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+            self.folder = None
 
     def key(self, token_ids: Sequence[int], scorers: Iterable[Scorer] = (), extra: str = "") -> str:
         """Content address of a prompt's snapshot. `extra` tells apart what rides along, such as an answer."""

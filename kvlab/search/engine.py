@@ -76,16 +76,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def open_session(request: Request, *, cache_dir: Path | None = None) -> Session:
+def open_session(request: Request) -> Session:
     """Load the model, check that it works uncompressed, and lay out the space."""
     loaded = models.load(request.model)
     sanity = models.sanity(loaded)
     workload = Workload(request.context, request.concurrency)
-    folder = (cache_dir or models.cache_root()) / "snapshots"
     probe = LocalSubject(loaded)
     raw_dtype = "auto" if loaded.model.dtype.itemsize == 2 else "float16"
     space = Space(probe.shape, workload, request.budget_bytes, raw_dtype)
-    store = SnapshotStore(snapshot_identity(loaded), folder, disk_bytes=4 << 30)
+    store = SnapshotStore(snapshot_identity(loaded), disk_bytes=4 << 30)
     subject = LocalSubject(loaded, scorers=space.scorers(), store=store, plan=probe.plan)
     return Session(request, loaded, subject, space, sanity)
 
@@ -196,12 +195,15 @@ def execute(session: Session, run: Run, *, quiet: bool = False) -> dict[str, Any
         earlier = float(run.status.get("wall_s", 0.0))
         progress = Progress(_planned_rows(session, sizes), quiet=quiet)
         run.set_status("running")
+        # In the run's own folder: a resume finds them, and no other run's prefills are mistaken for this one's.
+        session.subject.store.keep_in(run.path / "snapshots")
         book = ScoreBook(run, session.subject, stop, progress)
         progress.add(len(book.rows))
         try:
             result = _stages(session, run, book, sizes)
             result["wall_s"] = round(earlier + time.monotonic() - begun, 2)
             _write(run, result)
+            session.subject.store.discard()
             failed = sum(t["state"] == "failed" for t in result["trials"])
             run.set_status("done", wall_s=result["wall_s"], failed_trials=failed, prefills=book.prefills)
             return result

@@ -53,7 +53,7 @@ class Racer:
     def __init__(self, space: Space, book: ScoreBook, items: EvalSet, *, n_items: int, seed: int) -> None:
         self.space, self.book, self.items = space, book, items
         self.rungs = tuple(dict.fromkeys(max(1, math.ceil(n_items / d)) for d in (4, 2, 1)))
-        sampler = optuna.samplers.TPESampler(seed=seed, warn_independent_sampling=False)
+        sampler = optuna.samplers.TPESampler(seed=seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(direction="minimize", sampler=sampler)
         for params in space.first_trials():
