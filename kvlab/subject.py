@@ -20,6 +20,7 @@ from torch import Tensor
 from kvlab.attach import Attachment, Plan, attach, cache_kwarg, make_plan, shape_of
 from kvlab.cache import KVCache, StackedCache
 from kvlab.config import KVConfig
+from kvlab.evals import metrics
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
 from kvlab.models import Loaded
@@ -94,12 +95,11 @@ class LocalSubject:
 
     # -- score pass ------------------------------------------------------------------------------------------------
 
-    def score(
-        self, items: Sequence[Item], configs: Sequence[KVConfig], *, persist: bool = True
-    ) -> Iterator[ItemScore]:
+    def score(self, items: Sequence[Item], configs: Sequence[KVConfig], *, persist: bool = True) -> Iterator[ItemScore]:
         """Rows for every item and config, teacher-forced on the gold answer, item by item, configs in order.
 
-        `persist=False` keeps snapshots in memory only, for items that will not be asked again. Raises ValueError for a config that does not fit the model, before anything is computed.
+        `persist=False` keeps snapshots in memory only, for items that will not be asked again. Raises ValueError for a
+        config that does not fit the model, before anything is computed.
         """
         for config in configs:
             config.check(self.shape)
@@ -136,7 +136,7 @@ class LocalSubject:
         logits, seconds = self._forced([(questions[n], cache) for n, _, cache, _ in jobs])
         for (n, config, _, _), rows in zip(jobs, logits, strict=True):
             if config == BASELINE and snapshots[n].reference is None:
-                snapshots[n].reference = torch.log_softmax(rows[0].float(), dim=-1)
+                snapshots[n].reference = _log_probs(rows[0])
                 self.store.put(self._key(questions[n]), snapshots[n], on_disk=persist)
         for (n, config, cache, forked), rows in zip(jobs, logits, strict=True):
             if config in configs:
@@ -208,7 +208,7 @@ class LocalSubject:
         seconds: float,
     ) -> ItemScore:
         item, gold = question.item, torch.tensor(question.continuations[0], device=logits[0].device)
-        logp = torch.log_softmax(logits[0].float(), dim=-1)
+        logp = _log_probs(logits[0])
         best = logp.argmax(-1)
         hits = (best == gold).float()
         nll = -float(logp.gather(1, gold.unsqueeze(1)).mean())
@@ -244,7 +244,7 @@ class LocalSubject:
         means = []
         for ids, rows in zip(question.continuations, logits, strict=True):
             target = torch.tensor(ids, device=rows.device).unsqueeze(1)
-            means.append(float(torch.log_softmax(rows.float(), dim=-1).gather(1, target).mean()))
+            means.append(float(_log_probs(rows).gather(1, target).mean()))
         best = max(range(1, len(means)), key=means.__getitem__)
         chosen = 0 if means[0] > means[best] else best
         item = question.item
@@ -280,14 +280,14 @@ class LocalSubject:
                 texts = self._decode(batch, caches)
                 seconds = (time.perf_counter() - start) / len(batch)
                 for question, cache, size, (text, length) in zip(batch, caches, sizes, texts, strict=True):
-                    right = float(text.strip() in {a.strip() for a in question.item.answers})
+                    right = float(any(metrics.exact(text, a) for a in question.item.answers))
                     row = self._scored(
                         question,
                         config,
                         cache,
                         mode="true",
                         form="generate",
-                        score=right,
+                        score=metrics.grade(question.item, text),
                         exact=right,
                         token_accuracy=right,
                         nll=float("nan"),
@@ -317,11 +317,10 @@ class LocalSubject:
                 if token not in stops:
                     drawn[n].append(token)
                     texts[n] = self.tokenizer.decode(drawn[n])
-                cut = min((texts[n].find(s) for s in item.stop if s in texts[n]), default=-1)
-                if cut >= 0:
-                    texts[n] = texts[n][:cut]
-                if token not in stops and cut < 0 and len(drawn[n]) < item.max_new_tokens:
+                kept = metrics.cut(texts[n], item.stop)
+                if token not in stops and kept == texts[n] and len(drawn[n]) < item.max_new_tokens:
                     going.append(n)
+                texts[n] = kept
             active = going
             ids = torch.tensor([[drawn[n][-1]] for n in active], device=self.model.device, dtype=torch.long)
             valid = torch.ones_like(ids, dtype=torch.bool)
@@ -359,6 +358,11 @@ class LocalSubject:
 def _chunks(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    """In float32 at least; a model in float64 keeps its precision."""
+    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
 def _left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
