@@ -90,9 +90,9 @@ def _phi3() -> PreTrainedModel:
 
 
 def _gemma2() -> PreTrainedModel:
-    return Gemma2ForCausalLM(
-        Gemma2Config(**_sizes(4), sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=5.0)
-    )
+    config = Gemma2Config(**_sizes(4), sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=5.0)
+    config._attn_implementation = "eager"  # older versions of transformers start it on SDPA, which drops the cap
+    return Gemma2ForCausalLM(config)
 
 
 def _gemma3() -> PreTrainedModel:
