@@ -2,8 +2,6 @@
 encodes, in that order. Knows neither model nor transformers.
 """
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -11,10 +9,8 @@ from torch import Tensor
 from kvlab.codecs.base import Packed, to_raw
 from kvlab.config import LayerConfig, Occupancy
 from kvlab.kernels import attend as kernel
+from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
 from kvlab.store import PagePool, PageTable
-
-# Most logits held at once by one attention call, in elements: 256 MiB of float32.
-_LOGITS_AT_ONCE = 2**26
 
 
 class Row:
@@ -150,7 +146,7 @@ class Row:
         out, mass = [], None
         columns = self.table.length + self.n_sinks + self.n_window + n_queries
         reader = _Reader(self, k, v)
-        for part in _query_blocks(n_queries, q.shape[0] * columns):
+        for part in query_blocks(n_queries, q.shape[0] * columns):
             probs = reader.probabilities(q[:, part], part.start, scale, softcap, sink_logits)
             out.append(kernel.unfold_heads(reader.mix(probs), q.shape[0]))
             if weights is not None:
@@ -331,60 +327,6 @@ class _Reader:
         if self.packed is not None:
             out = out + self.row.config.value.mix(probs[..., : self.length], self.packed[1], self.v.shape[2])
         return out
-
-
-def _query_blocks(n_queries: int, logits_per_query: int) -> Iterator[slice]:
-    """Slices of queries whose logits fit the bound."""
-    size = max(1, _LOGITS_AT_ONCE // logits_per_query)
-    for start in range(0, n_queries, size):
-        yield slice(start, min(start + size, n_queries))
-
-
-def _prompt_probabilities(
-    q: Tensor, k: Tensor, part: slice, scale: float, softcap: float | None, sink_logits: Tensor | None
-) -> Float[Tensor, "N R T"]:
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    folded = kernel.fold_heads(q[:, part].to(dtype) * scale, k.shape[0])
-    rank = torch.arange(k.shape[1], device=k.device)
-    return kernel.probabilities(
-        folded @ k.to(dtype).mT, rank > rank[part].unsqueeze(1), softcap, sink_logits, part.stop - part.start
-    )
-
-
-def attend_prompt(
-    q: Float[Tensor, "H Q D"],
-    k: Float[Tensor, "N Q D"],
-    v: Float[Tensor, "N Q E"],
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Float[Tensor, " H"] | None = None,
-) -> Float[Tensor, "H Q E"]:
-    """Causal attention of a first prompt over itself, by SDPA where that knows all that is asked."""
-    if softcap is None and sink_logits is None:
-        return kernel.causal_sdpa(q[None], k[None], v[None], scale)[0]
-    out = []
-    for part in _query_blocks(q.shape[1], q.shape[0] * k.shape[1]):
-        probs = _prompt_probabilities(q, k, part, scale, softcap, sink_logits)
-        out.append(kernel.unfold_heads(probs @ v.to(probs.dtype), q.shape[0]))
-    return torch.cat(out, dim=1).to(q.dtype)
-
-
-def prompt_mass(
-    q: Float[Tensor, "H Q D"],
-    k: Float[Tensor, "N Q D"],
-    scale: float,
-    weights: Float[Tensor, " Q"],
-    softcap: float | None = None,
-    sink_logits: Float[Tensor, " H"] | None = None,
-) -> Float[Tensor, "N Q"]:
-    """Attention mass of a first prompt on its own tokens. Queries of weight zero at its start are not computed."""
-    mass = torch.zeros(k.shape[:2], device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
-    first = int(weights.nonzero()[0])
-    for part in _query_blocks(q.shape[1] - first, q.shape[0] * k.shape[1]):
-        part = slice(part.start + first, part.stop + first)
-        probs = _prompt_probabilities(q, k, part, scale, softcap, sink_logits)
-        mass += kernel.attention_mass(probs, weights[part])
-    return mass
 
 
 def _best(scores: Float[Tensor, "N T"], count: int) -> Int[Tensor, "N K"]:

@@ -26,8 +26,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from kvlab.attach import Attachment, cache_kwarg
 from kvlab.cache import Handle, KVCache, KVLayer
 from kvlab.config import KVConfig, LayerConfig, LayerShape
+from kvlab.kernels.prompt import attend_prompt, prompt_mass
 from kvlab.policies import Scorer
-from kvlab.row import Row, attend_prompt, prompt_mass
+from kvlab.row import Row
 
 SCHEMA = 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rows import Sequence, make_row
 from variants import ALL_BUDGETS, ALL_CODECS, ALL_SCORERS, SOME_CODECS, name_of
 
-import kvlab.row
+import kvlab.kernels.prompt
 from kvlab.codecs import Affine, Codec, Fp8, Raw
 from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
@@ -169,7 +169,7 @@ def test_queries_are_served_in_blocks_without_a_difference(softcap: float | None
     config = KVConfig(key=Affine(bits=4, group=16), scorer=AttentionMass(0.9), budget=Tokens(30), recent_tokens=8)
     sequence, results = Sequence(70, 2, 6, 16, 3), []
     for logits_at_once in (2**26, 500):
-        monkeypatch.setattr(kvlab.row, "_LOGITS_AT_ONCE", logits_at_once)
+        monkeypatch.setattr(kvlab.kernels.prompt, "LOGITS_AT_ONCE", logits_at_once)
         row = make_row(config, 2, 16)
         for q, k, v in sequence.forwards([37, 32, 1]):
             out, mass = row.attend(q, k, v, SCALE, softcap)
