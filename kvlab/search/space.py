@@ -70,9 +70,13 @@ class Space:
     def _low(self, bits: int, mode: str, group: int, axis: str, rotated: bool) -> Affine:
         """A codec of 4 bits or fewer; clip factors are the NMSE optima for normal data."""
         clip = {4: 0.92, 3: 0.8, 2: 0.6}[bits] if mode == "midrise" or bits == 2 else 1.0
-        if axis == "token" and any(s.key_dim % group or s.value_dim % group for s in self.shape.layers):
-            group = 0
+        if axis == "token":
+            group = self._group(group)
         return Affine(bits=bits, axis=axis, group=group, mode=mode, clip=clip, hadamard=rotated)  # type: ignore[arg-type]
+
+    def _group(self, group: int) -> int:
+        """`group` where it divides every head, else the whole head."""
+        return 0 if any(s.key_dim % group or s.value_dim % group for s in self.shape.layers) else group
 
     def build(
         self,
@@ -110,7 +114,7 @@ class Space:
     def anchors(self) -> dict[str, KVConfig]:
         """Reference points on every figure, whether or not they fit the budget."""
         int8 = Affine(bits=8, group=0, mode="symmetric")
-        int4 = Affine(bits=4, group=32)
+        int4 = Affine(bits=4, group=self._group(32))
         raw = self.build(Raw(), Raw())
         window = self.fitted(raw, Recency(), 1.0) if self.workload.bytes(raw, self.shape) > self.budget else None
         named = {
@@ -137,7 +141,7 @@ class Space:
 
     def control(self) -> KVConfig:
         """Known to be bad: 2-bit keys and values per token and a quarter of the tokens. It must fail."""
-        int2 = Affine(bits=2, group=32)
+        int2 = Affine(bits=2, group=self._group(32))
         return self.build(int2, int2, Recency(), Fraction(0.25))
 
     def scorers(self) -> tuple[Scorer, ...]:

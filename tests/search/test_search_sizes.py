@@ -1,0 +1,161 @@
+"""Budgets as people write them, sizes as they are read back, workloads and run sizes from measured speed."""
+
+import math
+
+import pytest
+import torch
+
+from kvlab.codecs import Affine
+from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.policies import Fraction
+from kvlab.search.settings import Request, UsageError, families
+from kvlab.search.sizes import human, parse_budget
+from kvlab.search.sizing import Sizes, Speed, fit, with_wishes
+from kvlab.search.workload import Workload
+
+GOOD = {
+    "6": 6 * 10**9,
+    "6GB": 6 * 10**9,
+    "6gb": 6 * 10**9,
+    "6GiB": 6 * 2**30,
+    "6 GiB": 6 * 2**30,
+    " 6gib ": 6 * 2**30,
+    "800MB": 800 * 10**6,
+    "800MiB": 800 * 2**20,
+    "1.5": 15 * 10**8,
+    ".5GB": 5 * 10**8,
+    "1e1": 10**10,
+    "1e-3GB": 10**6,
+    "+2kB": 2000,
+    "2KiB": 2048,
+    "1TB": 10**12,
+    "512B": 512,
+}
+BAD = {
+    "": "number of GB",
+    "   ": "number of GB",
+    "potatoes": "number of GB",
+    "6 potatoes": "number of GB",
+    "6 GB please": "number of GB",
+    "6GBs": "number of GB",
+    "6,5": "number of GB",
+    "1.2.3": "number of GB",
+    ".": "number of GB",
+    "GB": "number of GB",
+    "0x10": "number of GB",
+    "nan": "number of GB",
+    "inf": "number of GB",
+    "-inf": "number of GB",
+    "None": "number of GB",
+    "0": "positive",
+    "0GiB": "positive",
+    "-1": "positive",
+    "-6GiB": "positive",
+    "0.1B": "positive",
+    "1e400": "positive",
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_a_budget_reads_as_people_write_it(text) -> None:
+    found = parse_budget(text)
+    assert found == GOOD[text]
+    assert type(found) is int
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_anything_else_is_refused_with_the_value_and_what_would_do(text) -> None:
+    with pytest.raises(ValueError, match=BAD[text]) as caught:
+        parse_budget(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_sizes_read_back_in_decimal_units() -> None:
+    assert [human(x) for x in (24.16e9, 6e9, 663_040, 1e6, 999)] == ["24.2 GB", "6 GB", "663 kB", "1 MB", "999 B"]
+
+
+# -- the workload ------------------------------------------------------------------------------------------------------
+
+SHAPE = ModelShape((LayerShape(3, 64, 64),) * 30, torch.float32)
+RAW = KVConfig(raw_dtype="float16")
+
+
+def test_the_default_workload_of_the_default_model_needs_24_gb_uncompressed() -> None:
+    assert SHAPE.raw_bytes(1) == 23040
+    exact = 23040 * 131072 * 8
+    assert exact == 24_159_191_040
+    assert exact <= Workload(131072, 8).bytes(RAW, SHAPE) <= exact + 8 * 16 * 23040  # and less than a page of slack
+
+
+@pytest.mark.parametrize("config", [RAW, KVConfig(key=Affine(bits=4), value=Affine(bits=2), budget=Fraction(0.3))])
+def test_the_longest_context_is_the_last_one_that_fits(config) -> None:
+    work, budget = Workload(1000, 3), 10**8
+    longest = work.longest(config, SHAPE, budget)
+    assert config.predicted_bytes(SHAPE, longest) * 3 <= budget < config.predicted_bytes(SHAPE, longest + 1) * 3
+    assert work.sessions(config, SHAPE, budget) == budget // config.predicted_bytes(SHAPE, 1000)
+    assert work.longest(config, SHAPE, 1) == 0
+
+
+@pytest.mark.parametrize(("context", "concurrency", "name"), [(0, 1, "context"), (-5, 1, "context"), (1, 0, "concur")])
+def test_an_empty_workload_is_refused(context, concurrency, name) -> None:
+    with pytest.raises(ValueError, match=f"{name}.* at least 1, got"):
+        Workload(context, concurrency)
+
+
+# -- the request -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"context": 0}, "--context must be at least 1, got 0"),
+        ({"concurrency": -2}, "--concurrency must be at least 1, got -2"),
+        ({"trials": 0}, "--trials must be at least 1, got 0"),
+        ({"items": 1}, "--items must be at least 2, got 1"),
+        ({"seed": -1}, "--seed must be at least 0, got -1"),
+        ({"minutes": 0.0}, "--minutes must be a positive number, got 0.0"),
+        ({"minutes": math.nan}, "--minutes must be a positive number, got nan"),
+        ({"minutes": math.inf}, "--minutes must be a positive number, got inf"),
+        ({"families": ()}, "--families needs at least one"),
+        ({"families": ("maths",)}, "did you mean 'math'"),
+        ({"families": ("math", "math")}, "twice"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(wrong, says) -> None:
+    with pytest.raises(UsageError) as caught:
+        Request(budget_bytes=1, **wrong)
+    assert says in str(caught.value)
+
+
+def test_a_request_survives_json_and_names_its_differences() -> None:
+    request = Request(budget_bytes=5, families=("code", "math"), trials=3)
+    assert Request.from_dict(request.to_dict()) == request
+    assert request.differences({"budget_bytes": 5, "trials": 3, "families": ("code", "math")}) == []
+    assert request.differences({"trials": 4, "seed": 0}) == ["trials: this run has 3, asked for 4"]
+    assert families(" math, code,") == ("math", "code")
+
+
+# -- sizes from speed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speed", [Speed(0.01, 0.001), Speed(0.9, 0.05), Speed(2.0, 0.2)])
+@pytest.mark.parametrize("minutes", [6, 20])
+def test_planned_time_is_about_the_minutes_where_the_least_run_allows(speed, minutes) -> None:
+    sizes = fit(minutes, speed, 3, 5)
+    least = Sizes(8, 8, 29).seconds(speed, 3, 5)
+    assert sizes.seconds(speed, 3, 5) <= 1.35 * max(60 * minutes, least)
+    assert sizes.confirm_items >= 29
+    assert sizes.trials >= 8
+
+
+def test_a_slow_machine_still_gets_enough_items_for_a_verdict() -> None:
+    assert fit(0.1, Speed(10, 5), 3, 5) == Sizes(8, 8, 29)
+
+
+def test_wishes_override_what_the_minutes_would_give() -> None:
+    sizes = Sizes(search_items=32, trials=40, confirm_items=60)
+    assert with_wishes(sizes, None, None) == sizes
+    assert with_wishes(sizes, 3, None) == Sizes(32, 3, 60)
+    assert with_wishes(sizes, 3, 10) == Sizes(5, 3, 10)
+    assert with_wishes(sizes, None, 2) == Sizes(4, 40, 2)
+    assert with_wishes(sizes, None, 200) == Sizes(32, 40, 200)
