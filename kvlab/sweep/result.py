@@ -1,0 +1,121 @@
+"""A finished sweep as an object: read from its run folder, shown as text, HTML or JSON. Knows result documents only.
+
+Nothing shown depends on a kernel's state, a network or the time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import Image
+
+from kvlab.report import document as doc
+from kvlab.report.figures import alt
+from kvlab.runs import Run
+
+MIME = "application/vnd.kvlab.result+json"
+_STYLE = """.kvlab-sweep { font: 14px/1.5 var(--jp-content-font-family, system-ui, sans-serif);
+  color: var(--jp-content-font-color1, inherit) }
+.kvlab-sweep table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5em 0 }
+.kvlab-sweep th, .kvlab-sweep td { text-align: left; padding: .2em 1.2em .2em 0; white-space: nowrap;
+  border-bottom: 1px solid var(--jp-border-color2, #8a9099) }
+.kvlab-sweep .word { font-weight: 700 }"""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun:
+    """`path` is the run folder, `result` its document of schema kvlab.sweep/1."""
+
+    path: Path
+    result: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, run: str | Path, *, root: Path = Path("runs")) -> "SweepRun":
+        """Read a finished sweep back. Raises IncompleteError for an unfinished one, ValueError for no sweep."""
+        found = Run.open(run, root=root)
+        result = doc.load(found)
+        if result["schema"] != "kvlab.sweep/1":
+            raise ValueError(f"{found.path.name} holds {result['schema']}, not a sweep; see python -m kvlab.report")
+        return cls(found.path, result)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One line per format: bytes at the workload and, per family, difference with 90 % interval and verdict."""
+        return verdict_table(self.result)
+
+    @property
+    def figure(self) -> Image:
+        """Bytes against accuracy, as PNG with the figure in words as its alternative text."""
+        data = (self.path / "figures" / "pareto.png").read_bytes()
+        return Image(data=data, format="png", alt=alt(self.result))
+
+    def __repr__(self) -> str:
+        table = self.table.to_string(index=False, justify="left")
+        return "\n".join([*lines(self.result), "", table, "", *footnotes(self.result), f"run: {self.path}"])
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/plain": repr(self), "text/html": self._html(), MIME: dict(self.result)}
+
+    def _html(self) -> str:
+        first, *rest = lines(self.result)
+        word, _, sentence = first.partition("  ")
+        head = "".join(f"<th>{escape(str(c))}</th>" for c in self.table.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(str(v))}</td>" for v in row) + "</tr>"
+            for row in self.table.itertuples(index=False)
+        )
+        notes = "".join(f"<div>{escape(line)}</div>" for line in [*footnotes(self.result), f"run: {self.path}"])
+        return (
+            f'<style>{_STYLE}</style><div class="kvlab-sweep"><div><span class="word">{escape(word)}</span> '
+            f"{escape(sentence)}</div>{''.join(f'<div>{escape(line)}</div>' for line in rest)}"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"<details><summary>Margin, controls, notes</summary>{notes}</details></div>"
+        )
+
+
+def verdict_table(result: Mapping[str, Any]) -> pd.DataFrame:
+    """Largest first, as text; differences in points against the full cache on the same items."""
+    rows = []
+    for entry in sorted(doc.judged(result), key=lambda e: -e["workload_bytes"]):
+        cells = {f: _cell(pair) for f in doc.families(result) if (pair := entry["families"].get(f))}
+        rows.append(
+            {
+                "format": entry.get("format", entry["label"]),
+                "at workload": f"{entry['workload_bytes'] / 1e9:.2f} GB",
+                "fits": "yes" if doc.fits(result, entry) else "no",
+                "bits": f"{entry['workload_effective_bits']:.2f}",
+                **cells,
+                "verdict": entry["verdict"],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """Verdict and budget, one sentence each."""
+    word, sentence = doc.headline(result)
+    return [f"{word}  {sentence}", doc.budget_line(result)]
+
+
+def footnotes(result: Mapping[str, Any]) -> list[str]:
+    """What the table rests on."""
+    margin, controls = result["margin"], result["controls"]
+    positive = controls["positive"]
+    missed = [family for family, found in positive["families"].items() if not found["failed"]]
+    caught = f"missed on {', '.join(missed)}" if missed else "caught"
+    flips = controls["aa"]["flips"]
+    return [
+        f"margin {margin['value_points']:g} points, n = {margin['n']} a family: {margin['rule']}",
+        f"controls: baseline against itself, {flips} flips; known bad {positive['label']}, {caught}",
+        *(f"note: {note}" for note in doc.warnings(result)),
+    ]
+
+
+def _cell(pair: Mapping[str, Any]) -> str:
+    if not doc.finite(pair.get("low")):
+        return str(pair["verdict"])
+    diff, low, high = (100 * pair[k] for k in ("diff", "low", "high"))
+    return f"{diff:+.1f} [{low:+.1f}, {high:+.1f}] {pair['verdict']}"
