@@ -118,4 +118,5 @@ def _cell(pair: Mapping[str, Any]) -> str:
     if not doc.finite(pair.get("low")):
         return str(pair["verdict"])
     diff, low, high = (100 * pair[k] for k in ("diff", "low", "high"))
-    return f"{diff:+.1f} [{low:+.1f}, {high:+.1f}] {pair['verdict']}"
+    needs = f", needs n = {pair['n_needed']:,}" if pair.get("n_needed") else ""
+    return f"{diff:+.1f} [{low:+.1f}, {high:+.1f}] {pair['verdict']}{needs}"

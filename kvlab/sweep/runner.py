@@ -183,7 +183,6 @@ def _document(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts)
     good = [r for r in rows if r["feasible"] and r["verdict"] in GOOD]
     winner = min(good, key=lambda r: r["workload_bytes"], default=None)
     verdict = winner["verdict"] if winner else _obstacle([r["verdict"] for r in rows if r["feasible"]])
-    used = rows[0]["context_used"] if rows else None
     # The baseline is exact in the model's own dtype; its bytes are shown as 16 bit holds them.
     bits = {"bytes_per_token": float(space.shape.raw_bytes(1)), "effective_bits": 16.0}
     baseline = {"config_id": BASELINE.id, "label": f"uncompressed {session.loaded.dtype}", **bits}
@@ -196,7 +195,7 @@ def _document(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts)
         "budget_bytes": space.budget,
         "raw_workload_bytes": raw,
         "binding": raw > space.budget,
-        "notes": _notes(plan, book, raw, used),
+        "notes": _notes(plan, book, rows, raw),
         "verdict": verdict,
         "winner": winner["config_id"] if winner else None,
         "margin": plan.margin.to_dict(),
@@ -221,9 +220,13 @@ def _obstacle(verdicts: list[str]) -> str | None:
     return next((word for word in ("INSENSITIVE", "INCONCLUSIVE", "WORSE") if word in verdicts), None)
 
 
-def _notes(plan: Plan, book: ScoreBook, raw: int, used: int | None) -> list[str]:
+def _notes(plan: Plan, book: ScoreBook, rows: list[dict[str, Any]], raw: int) -> list[str]:
     space = plan.session.space
+    used = rows[0]["context_used"] if rows else None
     notes = document.notes(plan.session.loaded, space.workload, raw, space.budget, used)
+    over = [r["format"] for r in rows if r["verdict"] in GOOD and not r["feasible"]]
+    if over:
+        notes.insert(0, f"accuracy holds, but not within the budget: {', '.join(over)}")
     if plan.config.query_aware:
         notes.append("the question stood before compression: scores are kinder to every format than in a conversation")
     failed = [f"{n}: {book.failures[a.id]}" for n, a in plan.arms.items() if a.id in book.failures]
