@@ -341,7 +341,8 @@ def test_the_same_context_with_another_answer_is_another_snapshot(loaded) -> Non
     """The full cache's distribution at the answer rides along, so it must not be another answer's."""
     other = dataclasses.replace(ITEMS[0], id="needle_text/confirm/0/77", answers=(" 9",))
     s = subject(loaded)
-    found = _by_key(s.score([ITEMS[0], other], [INT4]))
+    found = _by_key([*s.score([ITEMS[0]], [INT4]), *s.score([other], [INT4])])
+    assert s.counters.prefills == 2
     _check(found[(INT4.id, other.id)], _expected(loaded, other, INT4))
     _check(found[(INT4.id, ITEMS[0].id)], _expected(loaded, ITEMS[0], INT4))
 

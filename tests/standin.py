@@ -1,0 +1,120 @@
+"""A stand-in for a model: item scores by formula, so that a test decides what a search should find."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlab.book import ScoreBook, StopFlag
+from kvlab.config import KVConfig, ModelShape
+from kvlab.evals.item import FAMILIES, EvalSet, Item
+from kvlab.evals.subject import ItemScore
+from kvlab.progress import Progress
+from kvlab.runs import Run
+from kvlab.subject import BASELINE, Counters
+
+Formula = Callable[[KVConfig, Item], float]
+
+
+def luck(*parts: object) -> float:
+    """A number in [0, 1) that depends on the parts only."""
+    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:6], "big") / 2**48
+
+
+def items(split: str, n: int, families: Sequence[str] = FAMILIES) -> EvalSet:
+    """`n` small items for each family, families taking turns."""
+    made = [
+        Item(
+            id=f"{family}-task/{split}/0/{i}",
+            task=f"{family}-task",
+            family=family,
+            context=f"context {i}",
+            question="?",
+            answers=(" yes",),
+            cluster=f"{family}/{split}/{i}",
+        )
+        for i in range(n)
+        for family in families
+    ]
+    return EvalSet(f"standin/{split}", 1, tuple(made))
+
+
+def index(item: Item) -> int:
+    return int(item.id.rsplit("/", 1)[1])
+
+
+class StandIn:
+    """Scores by two formulas. `nll` may return NaN or raise, which is how configs fail."""
+
+    def __init__(self, shape: ModelShape, nll: Formula, score: Formula = lambda config, item: 1.0) -> None:
+        self.name, self.shape = "standin", shape
+        self._nll, self._score = nll, score
+        self.counters = Counters()
+        self.asked: list[tuple[str, str]] = []
+
+    def score(self, items: Sequence[Item], configs: Sequence[KVConfig], *, persist: bool = True) -> Iterator[ItemScore]:
+        for item in items:
+            self.counters.prefills += item.id not in self.counters.items
+            self.counters.items.add(item.id)
+            for config in configs:
+                self.asked.append((config.id, item.id))
+                yield self._row(item, config)
+
+    def _row(self, item: Item, config: KVConfig) -> ItemScore:
+        size = config.predicted_bytes(self.shape, 64)
+        whole = config == BASELINE
+        return ItemScore(
+            config_id=config.id,
+            item_id=item.id,
+            task=item.task,
+            family=item.family,
+            cluster=item.cluster,
+            split=item.split,
+            mode="forked",
+            form=item.form,
+            score=self._score(config, item),
+            exact=0.0,
+            token_accuracy=0.0,
+            nll=self._nll(config, item),
+            kl=None if whole else 0.0,
+            top1=None if whole else 1.0,
+            prediction="",
+            context_tokens=64,
+            answer_tokens=1,
+            measured_bytes=size,
+            predicted_bytes=size,
+            raw16_bytes=self.shape.raw_bytes(64),
+            seconds=0.0,
+        )
+
+    @property
+    def most_asked(self) -> int:
+        """How often one item was scored under one config, at most."""
+        return max(Counter(self.asked).values())
+
+
+def book(root: Path, subject: Any, run: Run | None = None) -> ScoreBook:
+    """A book on a fresh run, or on a given one."""
+    run = run or Run.create(root, "search", {"schema": "test"})
+    return ScoreBook(run, subject, StopFlag(), Progress(1, quiet=True))
+
+
+def damage(config: KVConfig) -> float:
+    """Extra nats that grow as bits and kept tokens shrink; no two schemes alike."""
+    lost = 0.0
+    for weight, codec in ((1.0, config.key), (0.5, config.value)):
+        bits = getattr(codec, "bits", {"raw": 16, "fp8": 7.5}.get(codec.kind, 16))
+        lost += weight * 2.0 ** (1 - bits)
+    return lost + 0.4 * (1 - getattr(config.budget, "fraction", 1.0)) + 1e-3 * luck(config.id)
+
+
+def harmed(config: KVConfig, item: Item) -> float:
+    """Nats of an item: its own difficulty, the config's damage, and a little of both."""
+    own = 1 + luck("item", item.id)
+    return own if config == BASELINE else own + damage(config) * (0.9 + 0.2 * luck(config.id, item.id))
+
+
+def nan(config: KVConfig, item: Item) -> float:
+    return math.nan
