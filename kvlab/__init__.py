@@ -3,7 +3,8 @@
 Axis alphabet used everywhere: B rows, H query heads, N KV heads, Q new tokens, T cached tokens, D head dim,
 G quantization group, P page tokens. Layout is `B N T D`, as in transformers.
 
-Importing kvlab changes nothing and imports neither torch nor transformers: names load on first use.
+Importing kvlab changes nothing and imports neither torch nor transformers: names load on first use. `attach` is
+`kvlab.attach.attach`: a name here that is also a module would be either of the two, by order of imports.
 """
 
 import importlib
@@ -16,7 +17,6 @@ _HOME = {
     "StackedCache": "kvlab.cache",
     "Snapshot": "kvlab.snapshot",
     "SnapshotStore": "kvlab.snapshot",
-    "attach": "kvlab.attach",
     "make_plan": "kvlab.attach",
     "load": "kvlab.models",
     "LocalSubject": "kvlab.subject",
@@ -28,7 +28,6 @@ __all__ = [
     "Snapshot",
     "SnapshotStore",
     "StackedCache",
-    "attach",
     "load",
     "make_plan",
 ]

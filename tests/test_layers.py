@@ -210,7 +210,21 @@ def loaded_after(statements: str, names: set[str]) -> set[str]:
 
 def test_importing_kvlab_loads_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "nbformat", "jsonschema", "numpy", "pandas", "optuna", "matplotlib"}
-    assert loaded_after("import kvlab\nassert 'attach' in dir(kvlab)", heavy) == set()
+    assert loaded_after("import kvlab\nassert 'load' in dir(kvlab)", heavy) == set()
+
+
+def test_no_lazy_name_is_a_module_too() -> None:
+    # Importing the module would put it in the name's place.
+    for init in PACKAGE.rglob("__init__.py"):
+        tree = ast.parse(init.read_text())
+        names = [
+            ast.literal_eval(key)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_HOME"
+            for key in node.value.keys  # type: ignore[attr-defined]
+        ]
+        modules = {path.stem for path in init.parent.iterdir()}
+        assert not modules & set(names), f"{init}: {modules & set(names)}"
 
 
 def test_what_stands_beside_the_tower_never_loads_torch() -> None:
