@@ -34,11 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one bench; returns the exit code."""
     options = _parser().parse_args(arguments)
     # Here, so that --help needs neither torch nor transformers.
+    import torch
+
     from kvlab.attach import UnsupportedModelError
     from kvlab.bench import bytes as held
     from kvlab.bench import identity
     from kvlab.models import ModelError
 
+    # Single steps of small models: a second thread waits more than it works, and on a busy machine it waits for long.
+    torch.set_num_threads(1)
     try:
         if options.command == "bytes":
             document = held.run(_say)
