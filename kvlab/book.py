@@ -21,6 +21,8 @@ from kvlab.subject import LocalSubject
 
 Key = tuple[str, str, str]
 _SAVE_EVERY_S = 5.0
+# What a config that cannot be scored may raise; anything else is a fault of the program and ends it.
+SCORE_ERRORS = (ValueError, RuntimeError, MemoryError, ArithmeticError)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -95,7 +97,7 @@ class ScoreBook:
     def _score(self, role: str, items: Sequence[Item], configs: list[KVConfig], persist: bool) -> None:
         try:
             self._pass(role, items, configs, persist)
-        except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
+        except SCORE_ERRORS as error:
             if len(configs) == 1:
                 self.failures[configs[0].id] = f"{type(error).__name__}: {error}"
                 return

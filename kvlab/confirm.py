@@ -77,6 +77,8 @@ def replicate(book: ScoreBook, items: EvalSet, fresh: EvalSet, config: KVConfig,
     """A second look at a config that seems to rise, on fresh items; without it no rise is claimed."""
     book.progress.at(f"replicate: {config.label}")
     book.ensure(REPLICATE_ROLE, fresh.items, [BASELINE, config], persist=False)
+    if config.id in book.failures:
+        return verdicts.judged[config.id]
     return stats.judge(
         _paired(book, ROLE, items, config),
         verdicts.margin.value,

@@ -37,6 +37,10 @@ STATES = ("running", "done", "failed", "interrupted", "partial")
 _NAME = re.compile(r"(\d{8}T\d{9}Z)-(.+)-([0-9a-f]{8})")
 
 
+class BusyError(RuntimeError):
+    """Another process writes this run, or did when it died on another machine."""
+
+
 class Run:
     """One run folder. Make one with `create`, read one with `open`; every write refuses a second live writer."""
 
@@ -162,7 +166,7 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Hold the run as its only writer; without it each write holds the run for itself.
 
-        Raises RuntimeError naming the other writer when there is one. The kernel drops the lock of a process that
+        Raises BusyError naming the other writer when there is one. The kernel drops the lock of a process that
         dies, so its run can be taken over at once on the same machine. A writer that died on another machine cannot
         be told from a live one and must be cleared by hand.
         """
@@ -174,11 +178,11 @@ class Run:
             # A reader asking for the state holds the guard for an instant; only a writer holds it for a second.
             guard.acquire(timeout=1, poll_interval=0.02)
         except filelock.Timeout:
-            raise RuntimeError(f"{self.path.name} is being written by {_who(note)}. Wait for it or stop it") from None
+            raise BusyError(f"{self.path.name} is being written by {_who(note)}. Wait for it or stop it") from None
         try:
             other = _read_note(note)
             if other and other["host"] != socket.gethostname():
-                raise RuntimeError(
+                raise BusyError(
                     f"{self.path.name} was last written by {_who(note)}. If that process is gone, delete {note}"
                 )
             write_whole(note, _dump({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}))

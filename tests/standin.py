@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvlab.book import ScoreBook, StopFlag
@@ -13,7 +14,8 @@ from kvlab.evals.item import FAMILIES, EvalSet, Item
 from kvlab.evals.subject import ItemScore
 from kvlab.progress import Progress
 from kvlab.runs import Run
-from kvlab.subject import BASELINE, Counters
+from kvlab.snapshot import SnapshotStore
+from kvlab.subject import BASELINE, Counters, Timing
 
 Formula = Callable[[KVConfig, Item], float]
 
@@ -118,3 +120,30 @@ def harmed(config: KVConfig, item: Item) -> float:
 
 def nan(config: KVConfig, item: Item) -> float:
     return math.nan
+
+
+class StandInSession(StandIn):
+    """The same with what a whole search asks of a subject besides scores."""
+
+    plan = SimpleNamespace(mode="packed", compressed=(0, 1), reason="")
+    tokenizer = SimpleNamespace(encode=lambda text: list(range(64)))
+
+    def __init__(self, shape: ModelShape, nll: Formula, score: Formula) -> None:
+        super().__init__(shape, nll, score)
+        self.store = SnapshotStore("standin")
+
+    def time(self, configs: Sequence[KVConfig], prompt: Sequence[int], steps: int, repeats: int) -> list[Timing]:
+        return [Timing(1.0, 0.5, len(prompt), steps) for _ in configs]
+
+
+LOADED = SimpleNamespace(
+    name="standin",
+    revision=None,
+    weights_sha256="0" * 64,
+    dtype="float32",
+    device="cpu",
+    layers=2,
+    kv_heads=1,
+    head_dim=64,
+    trained_context=4096,
+)

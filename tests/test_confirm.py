@@ -1,4 +1,4 @@
-"""Confirmation on scores by formula: the margin, the fixed sequence, the controls, and no rise without a replication."""
+"""Confirmation on scores by formula: margin, fixed sequence, controls, and no rise without a replication."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -200,7 +200,7 @@ def test_without_its_controls_nothing_is_judged(tmp_path, broken) -> None:
     def nll(config: KVConfig, item: Item) -> float:
         return float("nan") if config == broken else 1.0
 
-    with pytest.raises(RuntimeError, match="nothing can be judged.*nan"):
+    with pytest.raises(RuntimeError, match=r"nothing can be judged.*nan"):
         judged(tmp_path, [LOSSLESS], _score(), nll=nll)
 
 

@@ -197,7 +197,7 @@ def _within(result: Mapping) -> str:
 
 
 def _nothing_fits(result: Mapping, entries: list[dict]) -> str:
-    known = [e for e in entries if finite(e.get("workload_bytes"))]
+    known = [e for e in [*entries, *(result.get("nearest_misses") or [])] if finite(e.get("workload_bytes"))]
     if not known:
         return "No feasible setting, and no config has a known size."
     near = min(known, key=lambda e: e["workload_bytes"])

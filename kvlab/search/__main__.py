@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
     from kvlab.attach import UnsupportedModelError
     from kvlab.book import Interrupted
     from kvlab.models import BrokenBaseline, ModelError
-    from kvlab.runs import Run
+    from kvlab.runs import BusyError, Run
     from kvlab.search import engine
 
     run: Run | None = None
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
             engine.check_resumable(session, run)
         print(f"run: {run.path}", file=sys.stderr)
         result = engine.execute(session, run, quiet=args.quiet)
-    except (UsageError, ModelError, UnsupportedModelError, FileNotFoundError) as error:
+    except (UsageError, ModelError, UnsupportedModelError, FileNotFoundError, BusyError) as error:
         return _usage(error)
     except (Interrupted, KeyboardInterrupt):
         where = f"; go on with: python -m kvlab.search --resume {run.path}" if run is not None else ""
@@ -113,9 +113,9 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
         print(f"error: {error}", file=sys.stderr)
         return 1
     _show(run, result, args.json)
-    if not result["finalists"]:
-        return 3
-    return 4 if any(t["state"] == "failed" for t in result["trials"]) else 0
+    if any(t["state"] == "failed" for t in result["trials"]):
+        return 4
+    return 0 if result["finalists"] else 3
 
 
 def _resumed(args: argparse.Namespace, given: dict[str, Any]) -> "Run":
@@ -129,7 +129,10 @@ def _resumed(args: argparse.Namespace, given: dict[str, Any]) -> "Run":
             raise UsageError(f"--resume auto: no unfinished search under {args.out}; start one with --budget-gb")
         run = Run.open(args.out / open_runs[-1])
     else:
-        run = Run.open(args.resume, root=args.out)
+        try:
+            run = Run.open(args.resume, root=args.out)
+        except ValueError as error:
+            raise UsageError(f"--resume: {error}") from None
     if run.config.get("schema") != "kvlab.search/1":
         raise UsageError(f"{run.path.name} is not a search; resume works on runs of python -m kvlab.search")
     different = Request.from_dict(run.config["request"]).differences(given)

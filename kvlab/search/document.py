@@ -121,7 +121,9 @@ def anchors(
     out = []
     for name, config in named.items():
         row = {"name": name, **describe.config(config), "search": describe.searched(config, items)}
-        if config.id not in describe.book.failures:
+        if config.id in describe.book.failures:
+            row["reason"] = describe.book.failures[config.id]
+        else:
             row |= describe.measured(config, SEARCH, items)
         judgement = verdicts.judged.get(config.id) if verdicts else None
         if judgement is not None:
@@ -137,8 +139,11 @@ def trials(describe: Describer, race: Race, racer: Racer, anchor_ids: Iterable[s
 
 
 def _trial(describe: Describer, trial: Trial, racer: Racer, anchor_ids: set[str]) -> dict[str, Any]:
-    base = {"number": trial.number, "state": trial.state, "value": trial.value, "items": trial.items}
-    base |= {"reason": trial.reason} if trial.reason else {}
+    # A config may also fail after the race, on more items or on those of the confirmation.
+    reason = describe.book.failures.get(trial.config.id, "") if trial.config is not None else ""
+    state, value = ("failed", None) if reason else (trial.state, trial.value)
+    base = {"number": trial.number, "state": state, "value": value, "items": trial.items}
+    base |= {"reason": reason} if reason else {}
     if trial.config is None:
         return base | {"config_id": None, "label": "nothing of this scheme fits", "feasible": False, "search": {}}
     return (

@@ -92,7 +92,7 @@ def open_session(request: Request) -> Session:
 def plan(session: Session) -> tuple[Sizes, Speed]:
     """Sizes for the requested minutes, from speeds measured on the first items."""
     anchors = session.space.anchors()
-    speed = measure(session.subject, session.items("search", 1), [BASELINE, *anchors.values()])
+    speed = measure(session.subject, session.items("search", 2), [BASELINE, *anchors.values()])
     request = session.request
     sizes = fit(request.minutes, speed, len(request.families), len(anchors))
     return with_wishes(sizes, request.trials, request.items), speed
@@ -298,7 +298,7 @@ def _document(
         "trials": document.trials(describe, race, racer, (c.id for c in anchors.values())),
         "rungs": list(race.rungs),
         "before_after": _timed(session, describe, fresh, shown) if shown else None,
-        "nearest_misses": _misses(describe, anchors) if not rows else [],
+        "nearest_misses": _misses(describe, anchors | {"smallest": space.smallest()}) if not rows else [],
         "ledger": document.ledger(run, fresh, [c.id for c in chosen], verdict),
         "counters": document.counters(book),
         "wall_s": 0.0,

@@ -144,6 +144,11 @@ class Space:
         int2 = Affine(bits=2, group=self._group(32))
         return self.build(int2, int2, Recency(), Fraction(0.25))
 
+    def smallest(self) -> KVConfig:
+        """The fewest bytes a config of this space can take."""
+        codec = self._low(2, "midrise", 64, "token", True)
+        return self._evicting(self.build(codec, codec), Recency(), 1)
+
     def scorers(self) -> tuple[Scorer, ...]:
         """Scorers a prefill must observe."""
         return tuple(SCORERS.values())

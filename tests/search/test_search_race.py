@@ -205,7 +205,7 @@ def test_a_baseline_that_cannot_be_scored_ends_the_race(tmp_path) -> None:
     def nll(config: KVConfig, item: Item) -> float:
         return float("nan") if config == BASELINE else harmed(config, item)
 
-    with pytest.raises(RuntimeError, match="uncompressed baseline cannot be scored.*nan"):
+    with pytest.raises(RuntimeError, match=r"uncompressed baseline cannot be scored.*nan"):
         race(tmp_path, nll)
 
 
