@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from kvlab.config import KVConfig, LayerConfig, LayerShape, Occupancy
+from kvlab.kernels import threads
 from kvlab.row import Row
 from kvlab.store import PagePool
 
@@ -96,7 +97,9 @@ def _attend_rows(
     for b, row in enumerate(rows):
         real = slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
         q_b, k_b, v_b = (x[b][:, real] for x in (q, k, v))
-        if k_b.shape[1]:
+        if k_b.shape[1] == 0:
+            continue
+        with threads.for_size((row.kept + k_b.shape[1]) * k.shape[1] * k.shape[3], k.device):
             out[b][:, real], mass = row.attend(q_b, k_b, v_b, scale, softcap, sink_logits, observe=not read_only)
             if not read_only:
                 row.commit(k_b, v_b, mass)

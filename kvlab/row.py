@@ -33,6 +33,11 @@ class Row:
         return 0 if self.sinks is None else self.sinks[0].shape[1]
 
     @property
+    def kept(self) -> int:
+        """Tokens the longest head holds."""
+        return self.n_sinks + self.table.length + self.n_window
+
+    @property
     def occupancy(self) -> list[Occupancy]:
         """Tokens held, for each KV head."""
         return [Occupancy(self.n_sinks, self.n_window, count) for count in self.table.counts]

@@ -197,7 +197,7 @@ def counters(book: ScoreBook) -> dict[str, int]:
         "prefills": book.prefills,
         "configs_scored": len({config for _, config, _ in book.rows}),
         "item_scores": len(book.rows),
-        "corrupt_snapshots": book.subject.counters.corrupt_snapshots,
+        "corrupt_snapshots": book.corrupt_snapshots,
     }
 
 

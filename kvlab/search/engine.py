@@ -26,7 +26,7 @@ from kvlab.search import document
 from kvlab.search.document import Describer
 from kvlab.search.race import Race, Racer, finalists
 from kvlab.search.settings import Request, UsageError
-from kvlab.search.sizing import Sizes, Speed, fit, measure, with_wishes
+from kvlab.search.sizing import Sizes, Speed, fastest, fit, with_wishes
 from kvlab.search.space import Space
 from kvlab.search.workload import Workload
 from kvlab.snapshot import SnapshotStore
@@ -89,18 +89,18 @@ def open_session(request: Request) -> Session:
     return Session(request, loaded, subject, space, sanity)
 
 
-def plan(session: Session) -> tuple[Sizes, Speed]:
-    """Sizes for the requested minutes, from speeds measured on the first items."""
+def plan(session: Session) -> tuple[Sizes, Speed, int]:
+    """Sizes for the requested minutes, from speeds measured on the first items; and the threads that gave them."""
     anchors = session.space.anchors()
-    speed = measure(session.subject, session.items("search", 2), [BASELINE, *anchors.values()])
+    speed, threads = fastest(session.subject, session.items("search", 4), [BASELINE, *anchors.values()])
     request = session.request
     sizes = fit(request.minutes, speed, len(request.families), len(anchors))
-    return with_wishes(sizes, request.trials, request.items), speed
+    return with_wishes(sizes, request.trials, request.items), speed, threads
 
 
 def dry_run(session: Session) -> dict[str, Any]:
     """What a run would do: bytes of the anchors, sizes of the stages, estimated seconds."""
-    sizes, speed = plan(session)
+    sizes, speed, threads = plan(session)
     request, space = session.request, session.space
     describe = {name: _size_row(session, config) for name, config in space.anchors().items()}
     return {
@@ -114,6 +114,7 @@ def dry_run(session: Session) -> dict[str, Any]:
         "sizes": dataclasses.asdict(sizes),
         "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
         "speed": {k: round(v, 4) for k, v in dataclasses.asdict(speed).items()},
+        "threads": threads,
         "estimated_s": round(sizes.seconds(speed, len(request.families), len(describe))),
         "notes": _notes(session, None),
     }
@@ -133,7 +134,7 @@ def _notes(session: Session, context_used: int | None) -> list[str]:
 
 def start(session: Session, root: Path) -> Run:
     """A new run folder, its sizes fixed from measured speed before any trial."""
-    sizes, speed = plan(session)
+    sizes, speed, threads = plan(session)
     previous = _previous_best(session, root)
     config = {
         "schema": document.SCHEMA,
@@ -142,12 +143,14 @@ def start(session: Session, root: Path) -> Run:
         "sizes": dataclasses.asdict(sizes),
         "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
         "previous_best": previous.to_dict() if previous else None,
+        # More threads sum in another order: a resumed run keeps to the count it began with.
+        "threads": threads,
     }
     extra = {
         "model": document.model(session.loaded, session.subject.shape, session.subject.plan.compressed),
         "dtype": session.loaded.dtype,
         "attention": session.subject.plan.mode,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "seeds": {"items": session.request.seed, "sampler": session.request.seed},
         "device": session.loaded.device,
         "sanity": session.sanity,
@@ -190,14 +193,15 @@ def check_resumable(session: Session, run: Run) -> None:
 def execute(session: Session, run: Run, *, quiet: bool = False) -> dict[str, Any]:
     """Race, confirm and write; returns the result document. Raises Interrupted with everything saved."""
     sizes = Sizes(**run.config["sizes"])
+    torch.set_num_threads(run.config["threads"])
     with run.lock(), StopFlag() as stop:
         begun = time.monotonic()
         earlier = float(run.status.get("wall_s", 0.0))
         progress = Progress(_planned_rows(session, sizes), quiet=quiet)
         run.set_status("running")
+        book = ScoreBook(run, session.subject, stop, progress)
         # In the run's own folder: a resume finds them, and no other run's prefills are mistaken for this one's.
         session.subject.store.keep_in(run.path / "snapshots")
-        book = ScoreBook(run, session.subject, stop, progress)
         progress.add(len(book.rows))
         try:
             result = _stages(session, run, book, sizes)
@@ -205,14 +209,14 @@ def execute(session: Session, run: Run, *, quiet: bool = False) -> dict[str, Any
             _write(run, result)
             session.subject.store.discard()
             failed = sum(t["state"] == "failed" for t in result["trials"])
-            run.set_status("done", wall_s=result["wall_s"], failed_trials=failed, prefills=book.prefills)
+            run.set_status("done", wall_s=result["wall_s"], failed_trials=failed, **book.counts())
             return result
         except (Interrupted, KeyboardInterrupt):
             book.save()
-            run.set_status("interrupted", wall_s=round(earlier + time.monotonic() - begun, 2), prefills=book.prefills)
+            run.set_status("interrupted", wall_s=round(earlier + time.monotonic() - begun, 2), **book.counts())
             raise
         except BaseException as error:
-            run.set_status("failed", error=f"{type(error).__name__}: {error}", prefills=book.prefills)
+            run.set_status("failed", error=f"{type(error).__name__}: {error}", **book.counts())
             raise
         finally:
             progress.close()

@@ -5,9 +5,11 @@ import math
 import time
 from dataclasses import dataclass
 
+import torch
+
 from kvlab.book import SCORE_ERRORS
 from kvlab.config import KVConfig
-from kvlab.evals.item import EvalSet
+from kvlab.evals.item import EvalSet, Item
 from kvlab.stats import planned_margin
 from kvlab.subject import LocalSubject
 
@@ -44,9 +46,25 @@ class Sizes:
         return search + trials + confirm
 
 
-def measure(subject: LocalSubject, probe: EvalSet, configs: list[KVConfig]) -> Speed:
-    """Speed on an item of each family, two at least: a pass that prefills with one config, and one with all of them."""
-    items = list(probe.items[: max(2, len(probe.families))])
+def fastest(subject: LocalSubject, probe: EvalSet, configs: list[KVConfig]) -> tuple[Speed, int]:
+    """Speed, and how many threads gave it: torch's own choice or one, whichever does more. The choice is left set.
+
+    Two threads beat one by far on two idle cores, and lose by far where something else keeps a core busy. Every count
+    is measured on items of its own, an item of each family and two at least.
+    """
+    each = max(2, len(probe.families))
+    tried: list[tuple[Speed, int]] = []
+    for count in dict.fromkeys((torch.get_num_threads(), 1)):
+        torch.set_num_threads(count)
+        start = len(tried) * each
+        tried.append((measure(subject, list(probe.items[start : start + each]), configs), count))
+    speed, count = min(tried, key=lambda t: t[0].prefill_s + ARMS * t[0].row_s)
+    torch.set_num_threads(count)
+    return speed, count
+
+
+def measure(subject: LocalSubject, items: list[Item], configs: list[KVConfig]) -> Speed:
+    """Speed on items not prefilled yet: a pass that prefills with one config, and one with all of them."""
     list(subject.score(items[:1], configs[:1], persist=False))  # first calls are slow
     begin = time.perf_counter()
     list(subject.score(items[1:], configs[:1], persist=False))
