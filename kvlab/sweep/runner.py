@@ -24,6 +24,7 @@ from kvlab.search import document
 from kvlab.search.document import Describer
 from kvlab.search.engine import Session, open_session, versions
 from kvlab.search.settings import Request, UsageError, writable
+from kvlab.search.sizing import fastest
 from kvlab.subject import BASELINE, LocalSubject
 from kvlab.sweep.formats import FORMATS
 from kvlab.sweep.kernel import live_stderr
@@ -120,7 +121,6 @@ def start(plan: Plan, root: Path) -> Run:
         "model": document.model(loaded, session.space.shape, session.subject.plan.compressed),
         "dtype": loaded.dtype,
         "attention": session.subject.plan.mode,
-        "threads": torch.get_num_threads(),
         "seeds": {"items": plan.config.seed},
         "device": loaded.device,
         "sanity": session.sanity,
@@ -137,7 +137,7 @@ def _planned_rows(plan: Plan) -> int:
 def _execute(plan: Plan, run: Run, progress: Progress) -> None:
     with run.lock(), StopFlag() as stop:
         begun, earlier = time.monotonic(), float(run.status.get("wall_s", 0.0))
-        run.set_status("running")
+        run.set_status("running", threads=_settle_threads(plan, run.status.get("threads")))
         book = ScoreBook(run, plan.subject, stop, progress)
         progress.add(len(book.rows))
         state, noted = "failed", {}
@@ -157,6 +157,14 @@ def _execute(plan: Plan, run: Run, progress: Progress) -> None:
             wall = round(earlier + time.monotonic() - begun, 2)
             run.set_status(state, wall_s=wall, prefills=book.prefills, **noted)
             progress.close()
+
+
+def _settle_threads(plan: Plan, before: int | None) -> int:
+    """The thread count that serves these items best; a resumed run keeps to the one it began with."""
+    if before is None and len(plan.items) >= 2 * max(2, len(plan.items.families)):
+        before = fastest(plan.subject, plan.items, [BASELINE, *plan.arms.values()])[1]
+    torch.set_num_threads(before or torch.get_num_threads())
+    return torch.get_num_threads()
 
 
 def _judge(plan: Plan, book: ScoreBook) -> confirm.Verdicts:
