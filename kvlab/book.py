@@ -61,7 +61,10 @@ class ScoreBook:
         self.failures: dict[str, str] = {}
         self._unsaved: list[dict[str, Any]] = []
         self._saved_at = time.monotonic()
-        self._counted_before = run.status.get("prefills", 0)
+        # A kill may have come between a prefill and the status that counts it; its snapshot is there all the same.
+        on_disk = len(list((run.path / "snapshots").glob("*.safetensors")))
+        self._prefills_before = max(run.status.get("prefills", 0), on_disk)
+        self._corrupt_before = run.status.get("corrupt_snapshots", 0)
         self._load()
 
     def _load(self) -> None:
@@ -73,7 +76,16 @@ class ScoreBook:
     @property
     def prefills(self) -> int:
         """Prefills of this run, those before a resume included."""
-        return self._counted_before + self.subject.counters.prefills
+        return self._prefills_before + self.subject.counters.prefills
+
+    @property
+    def corrupt_snapshots(self) -> int:
+        """Damaged snapshots of this run that were dropped and made again, those before a resume included."""
+        return self._corrupt_before + self.subject.counters.corrupt_snapshots
+
+    def counts(self) -> dict[str, int]:
+        """What the run's status keeps, so that a resume goes on counting."""
+        return {"prefills": self.prefills, "corrupt_snapshots": self.corrupt_snapshots}
 
     def get(self, role: str, config: KVConfig, item: Item) -> ItemScore:
         return self.rows[(role, config.id, item.id)]
@@ -128,5 +140,5 @@ class ScoreBook:
         if self._unsaved:
             self.run.append(self._unsaved)
             self._unsaved = []
-            self.run.set_status("running", prefills=self.prefills)
+            self.run.set_status("running", **self.counts())
         self._saved_at = time.monotonic()

@@ -223,9 +223,11 @@ class SnapshotStore:
             self.keep_in(folder)
 
     def keep_in(self, folder: Path) -> None:
-        """Keep snapshots on disk too, from now on."""
+        """Keep snapshots on disk too: those in memory, and all from now on."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        for key, snapshot in self._memory.items():
+            self._write(key, snapshot)
 
     def discard(self) -> None:
         """Delete what was kept on disk; nothing will be asked for again."""
@@ -251,7 +253,11 @@ class SnapshotStore:
     def put(self, key: str, snapshot: Snapshot, *, on_disk: bool = True) -> None:
         """Keep a snapshot, on disk too where there is a folder; the least recently used ones make room."""
         self._remember(key, snapshot)
-        if self.folder is None or not on_disk:
+        if on_disk:
+            self._write(key, snapshot)
+
+    def _write(self, key: str, snapshot: Snapshot) -> None:
+        if self.folder is None:
             return
         meta = {"key": key, "tokens": str(snapshot.tokens), "scorers": json.dumps([repr(s) for s in snapshot.masses])}
         data = safetensors.torch.save({n: x.contiguous().cpu() for n, x in snapshot.tensors().items()}, meta)

@@ -383,3 +383,20 @@ def test_the_key_changes_with_all_that_decides_the_content() -> None:
     # Order, and scorers that need no observation, do not matter.
     assert store.key((1, 2, 3), two[::-1]) == keys[0]
     assert store.key([1, 2, 3], (*two, Recency())) == keys[0]
+
+
+def test_a_folder_given_later_holds_what_was_in_memory_before(tmp_path) -> None:
+    store = SnapshotStore("id")
+    store.put("a", _small(1))
+    store.put("b", _small(2), on_disk=False)
+    store.keep_in(tmp_path / "later")
+    store.put("c", _small(3))
+    for n, key in enumerate("abc", start=1):
+        found = SnapshotStore("id", tmp_path / "later").get(key, SCORERS)
+        assert found is not None
+        _assert_equal(found, _small(n))
+    store.discard()
+    assert not (tmp_path / "later").exists()
+    store.put("d", _small(4))  # and from now on in memory only
+    assert store.get("d") is not None
+    assert list(tmp_path.iterdir()) == []
