@@ -294,8 +294,15 @@ def test_an_error_of_the_request_in_a_cell_ends_with_2(tmp_path):
 
 
 def test_an_interrupt_reaches_the_kernel_and_ends_with_130(tmp_path):
-    started = tmp_path / "started"
-    cell = f"import pathlib, time\npathlib.Path({str(started)!r}).touch()\ntime.sleep(300)"
+    started, saved = tmp_path / "started", tmp_path / "saved"
+    cell = f"""
+import pathlib, time
+pathlib.Path({str(started)!r}).touch()
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    pathlib.Path({str(saved)!r}).touch()
+    raise"""
     path = written(tmp_path / "long.ipynb", bare([cell]))
 
     def interrupt_once_running():
@@ -307,6 +314,8 @@ def test_an_interrupt_reaches_the_kernel_and_ends_with_130(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     outcome = execute(path, {}, tmp_path / "runs")
     assert outcome.code == 130
+    assert saved.exists()
+    assert outcome.why.startswith("KeyboardInterrupt")
     assert signal.getsignal(signal.SIGINT) is before
 
 
