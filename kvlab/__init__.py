@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "KVConfig": "kvlab.config",
     "KVCache": "kvlab.cache",
-    "StackedCache": "kvlab.cache",
+    "StackedCache": "kvlab.stacked",
     "Snapshot": "kvlab.snapshot",
     "SnapshotStore": "kvlab.snapshot",
     "make_plan": "kvlab.attach",

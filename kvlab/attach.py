@@ -11,9 +11,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvlab.cache import Handle, KVCache, Mode, SeamError, StackedLayer
+from kvlab.cache import Handle, KVCache, Mode, SeamError
 from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
+from kvlab.stacked import StackedLayer
 
 NAME = "kvlab"
 # What models pass along that changes nothing here. Anything else that is set is refused, not ignored.

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.attach import Attachment, Plan, attach, cache_kwarg, make_plan, shape_of
-from kvlab.cache import KVCache, StackedCache
+from kvlab.cache import KVCache
 from kvlab.config import KVConfig
 from kvlab.evals import metrics
 from kvlab.evals.item import Item
@@ -26,6 +26,7 @@ from kvlab.evals.subject import ItemScore
 from kvlab.models import Loaded
 from kvlab.policies import Scorer
 from kvlab.snapshot import Snapshot, SnapshotStore, take
+from kvlab.stacked import StackedCache
 
 BASELINE = KVConfig()
 T = TypeVar("T")

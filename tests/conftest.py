@@ -14,7 +14,7 @@ from jaxtyping import install_import_hook
 ROOT = Path(__file__).resolve().parents[1]
 
 # Shapes and types of every annotated function here are checked at each call a test makes.
-CHECKED = ("kvlab.kernels", "kvlab.codecs", "kvlab.policies", "kvlab.row", "kvlab.cache")
+CHECKED = ("kvlab.kernels", "kvlab.codecs", "kvlab.policies", "kvlab.row", "kvlab.cache", "kvlab.stacked")
 
 _early = sorted(name for name in sys.modules if name.startswith(CHECKED))
 if _early:

@@ -10,10 +10,11 @@ from tiny import tiny_model, token_ids
 from transformers import DynamicCache
 
 from kvlab.attach import attach, cache_kwarg
-from kvlab.cache import KVCache, SeamError, StackedCache
+from kvlab.cache import KVCache, SeamError
 from kvlab.codecs import Affine, Fp8
 from kvlab.config import KVConfig
 from kvlab.policies import AttentionMass, Fraction, Recency, Threshold, Tokens, WindowAttention
+from kvlab.stacked import StackedCache
 
 LENGTHS = (200, 1, 3, 10, 20, 50, 77, 120)
 PAGES = KVConfig(sink_tokens=2, recent_tokens=4, page_tokens=4)

@@ -23,6 +23,7 @@ FLOORS: dict[str, float] = {
     "vocabulary": 2.5,
     "row": 2.7,
     "cache": 3,
+    "stacked": 3.2,
     "export": 3,
     "models": 4,
     "attach": 4,
@@ -41,7 +42,7 @@ BESIDE_FROM = 4
 # Who may import what, directly. Names that are not listed here are free.
 DOORS: dict[str, set[str]] = {
     # The benches compare with transformers; the search only notes its version.
-    "transformers": {"cache", "attach", "models", "snapshot", "subject", "bench", "search"},
+    "transformers": {"cache", "stacked", "attach", "models", "snapshot", "subject", "bench", "search"},
     "torch": set(FLOORS),
     "safetensors": {"models", "snapshot"},
     "gguf": {"models"},

@@ -12,7 +12,6 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvlab import models
 from kvlab.attach import attach, cache_kwarg
-from kvlab.cache import StackedCache
 from kvlab.codecs import Affine, Fp8
 from kvlab.config import KVConfig
 from kvlab.evals.item import Item
@@ -20,6 +19,7 @@ from kvlab.evals.subject import ItemScore, Subject
 from kvlab.models import Loaded
 from kvlab.policies import AttentionMass, Fraction, Recency, Tokens, WindowAttention
 from kvlab.snapshot import SnapshotStore
+from kvlab.stacked import StackedCache
 from kvlab.subject import BASELINE, LocalSubject, snapshot_identity
 
 SCORERS = (AttentionMass(), WindowAttention(window=16))
