@@ -114,7 +114,7 @@ def _papermill(notebook: Path, out: Path, params: Mapping[str, Any]) -> tuple[in
             future.result()
         except PapermillExecutionError as error:
             stopped = error.ename in _STOPPED
-            return 130 if stopped else 2 if error.ename in _USAGE else 1, f"{error.ename}: {error.evalue}"
+            return 130 if stopped else 2 if error.ename in _USAGE else 1, f"{error.ename}: {error.evalue}".rstrip(": ")
         except (DeadKernelError, CellTimeoutError, RuntimeError, OSError) as error:
             return 130 if asked else 1, f"{type(error).__name__}: {error}".strip()
     return 0, ""
