@@ -45,8 +45,11 @@ class Progress:
         now = time.monotonic()
         if not self.quiet and now - self._last >= self.every_s:
             self._last = now
+            # The first rows carry a prefill and a warm-up; an estimate from them would frighten.
+            early = self.done < 0.03 * self.total
             left = (now - self._start) / self.done * (self.total - self.done)
-            print(f"{self.stage}: {self.done / self.total:4.0%}, {left:.0f} s left", file=self.stream, flush=True)
+            ending = "" if early else f", {left:.0f} s left"
+            print(f"{self.stage}: {self.done / self.total:4.0%}{ending}", file=self.stream, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
