@@ -21,7 +21,7 @@ from kvlab.snapshot import Snapshot, SnapshotStore, take
 
 PROMPT = 93  # sinks, a window, whole pages and a part of one
 DECODED = 20
-SIZES = {"sink_tokens": 3, "recent_tokens": 8, "page_tokens": 16}
+SIZES: dict[str, Any] = {"sink_tokens": 3, "recent_tokens": 8, "page_tokens": 16}
 HEAD_DIM = 32
 CODECS = [c for c in ALL_CODECS if fits(c, HEAD_DIM)]
 PAIRS = list(zip(CODECS, [*CODECS[7:], *CODECS[:7]], strict=True))

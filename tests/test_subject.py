@@ -23,7 +23,7 @@ from kvlab.stacked import StackedCache
 from kvlab.subject import BASELINE, LocalSubject, snapshot_identity
 
 SCORERS = (AttentionMass(), WindowAttention(window=16))
-SMALL = {"sink_tokens": 2, "recent_tokens": 8, "page_tokens": 16}
+SMALL: dict[str, Any] = {"sink_tokens": 2, "recent_tokens": 8, "page_tokens": 16}
 INT4 = KVConfig(**SMALL, key=Affine(bits=4), value=Affine(bits=2))
 CONFIGS = [
     BASELINE,
@@ -41,7 +41,7 @@ EXACT = 1e-12
 
 
 def _item(index: int, context: str, question: str, answers: tuple[str, ...], **more: Any) -> Item:
-    known = {"task": "needle_text", "family": "retrieval", "cluster": f"c{index}"}
+    known: dict[str, Any] = {"task": "needle_text", "family": "retrieval", "cluster": f"c{index}"}
     return Item(
         id=f"{more.get('task', 'needle_text')}/confirm/0/{index}",
         context=context,

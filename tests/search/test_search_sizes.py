@@ -159,3 +159,20 @@ def test_wishes_override_what_the_minutes_would_give() -> None:
     assert with_wishes(sizes, 3, 10) == Sizes(5, 3, 10)
     assert with_wishes(sizes, None, 2) == Sizes(4, 40, 2)
     assert with_wishes(sizes, None, 200) == Sizes(32, 40, 200)
+
+
+@pytest.mark.parametrize("ratio", [4.0, 3.3])
+def test_four_bit_really_costs_five(ratio) -> None:
+    """Scales and zeros count in the budget: 40 bytes per token, head and tensor, so 3.2 times smaller and not 4."""
+    shape = ModelShape((LayerShape(2, 64, 64),) * 2, torch.float16)
+    int4 = Affine(bits=4, group=32)
+    config = KVConfig(key=int4, value=int4, sink_tokens=0, recent_tokens=0, page_tokens=1)
+    raw = shape.raw_bytes(33)
+    assert raw == 33_792
+    assert config.predicted_bytes(shape, 33) == config.predicted_bytes(shape, 1, 32) == 10_560
+    assert Workload(33, 1).bytes(config, shape) > raw / ratio
+    assert Workload(33, 1).sessions(config, shape, int(raw / ratio)) == 0
+    assert Workload(33, 1).sessions(config, shape, int(raw / 3.2)) == 1
+    # Sixteen recent tokens kept whole count at full size.
+    window = KVConfig(key=int4, value=int4, sink_tokens=0, recent_tokens=16, page_tokens=1)
+    assert window.predicted_bytes(shape, 33) == 17 * 4 * 80 + 16 * 4 * 256
