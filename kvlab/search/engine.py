@@ -84,7 +84,7 @@ def open_session(request: Request) -> Session:
     probe = LocalSubject(loaded)
     raw_dtype = "auto" if loaded.model.dtype.itemsize == 2 else "float16"
     space = Space(probe.shape, workload, request.budget_bytes, raw_dtype)
-    store = SnapshotStore(snapshot_identity(loaded), disk_bytes=4 << 30)
+    store = SnapshotStore(snapshot_identity(loaded), memory_bytes=2 << 30, disk_bytes=4 << 30)
     subject = LocalSubject(loaded, scorers=space.scorers(), store=store, plan=probe.plan)
     return Session(request, loaded, subject, space, sanity)
 

@@ -135,6 +135,7 @@ class Space:
             {"scheme": "fp8", "evict": "snapkv", "fill": 1.0},
             {"scheme": "k4v4", "evict": "h2o", "fill": 1.0} | token4,
             {"scheme": "k4v3", "evict": "h2o", "fill": 1.0} | rotated4,
+            {"scheme": "k4v3", "evict": "h2o", "fill": 1.0} | channel | {"k.channel_group": 64},
             {"scheme": "k4v2", "evict": "h2o", "fill": 1.0} | channel,
             {"scheme": "raw", "evict": "window", "fill": 1.0},
         ]
