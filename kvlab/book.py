@@ -25,6 +25,10 @@ _SAVE_EVERY_S = 5.0
 SCORE_ERRORS = (ValueError, RuntimeError, MemoryError, ArithmeticError)
 
 
+class UnscorableError(RuntimeError):
+    """The baseline or a control cannot be scored, so nothing can be compared with it."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Asked to stop; the book is saved."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlab import stats
-from kvlab.book import ScoreBook
+from kvlab.book import ScoreBook, UnscorableError
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
 from kvlab.subject import BASELINE
@@ -62,7 +62,7 @@ def judge_arms(
         book.ensure(AA_ROLE, part, [BASELINE], persist=False)
     failed = [c for c in (BASELINE, control) if c.id in book.failures]
     if failed:
-        raise RuntimeError(f"a control cannot be scored, so nothing can be judged: {book.failures[failed[0].id]}")
+        raise UnscorableError(f"a control cannot be scored, so nothing can be judged: {book.failures[failed[0].id]}")
     positive = _positive(book, items, control, margin)
     caught = {f: bool(row["failed"]) for f, row in positive.items()}
     judged = {

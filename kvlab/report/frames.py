@@ -71,12 +71,20 @@ def tables(result: Mapping) -> dict[str, pd.DataFrame]:
 
 
 def before_after(result: Mapping) -> pd.DataFrame:
-    """One line per measure: before (raw cache) and after (best config), accuracy with a 95 % interval, n, verdict."""
+    """One line per measure: before (raw cache) and after, accuracy with a 95 % interval, n, verdict.
+
+    After is the best config, or, where none holds, the finalist that was timed, named as not shown to hold.
+    """
     recorded = result.get("before_after") or {}
-    chosen = doc.best(result)
+    best, timed = doc.best(result), recorded.get("after") or {}
+    chosen = best or next((e for e in doc.judged(result) if e["config_id"] == timed.get("config_id")), None)
     before = {**_known(result, result.get("baseline")), **(recorded.get("before") or {})}
     after = {**_known(result, chosen), **(recorded.get("after") or {})} if chosen else {}
-    lines = [
+    lines: list[dict] = []
+    if chosen:
+        doubt = "" if best else " (not shown to hold)"
+        lines.append({"measure": "setting", "before": before.get("label"), "after": chosen["label"] + doubt})
+    lines += [
         {"measure": name, "before": before.get(key), "after": after.get(key)}
         for key, name in _MEASURES
         if before.get(key) is not None or after.get(key) is not None
@@ -219,6 +227,8 @@ def _readable_before_after(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _cell(measure: str, row: Mapping, side: str) -> str:
     value = row.get(side)
+    if isinstance(value, str):
+        return value
     if not doc.finite(value):
         return "–"
     if measure.startswith("KV bytes"):

@@ -83,7 +83,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | None) -> int:
     # Heavy from here on: torch, transformers, optuna.
     from kvlab.attach import UnsupportedModelError
-    from kvlab.book import Interrupted
+    from kvlab.book import Interrupted, UnscorableError
     from kvlab.models import BrokenBaseline, ModelError
     from kvlab.runs import BusyError, Run
     from kvlab.search import engine
@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
         where = f"; go on with: python -m kvlab.search --resume {run.path}" if run is not None else ""
         print(f"interrupted{', saved' + where if where else ''}", file=sys.stderr)
         return 130
-    except BrokenBaseline as error:
+    except (BrokenBaseline, UnscorableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     _show(run, result, args.json)

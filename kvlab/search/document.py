@@ -16,6 +16,7 @@ from kvlab.models import Loaded
 from kvlab.runs import Run
 from kvlab.search.race import ROLE as SEARCH
 from kvlab.search.race import Race, Racer, Trial
+from kvlab.search.sizes import human
 from kvlab.search.workload import Workload
 from kvlab.subject import BASELINE, Timing
 
@@ -114,6 +115,15 @@ def notes(loaded: Loaded, workload: Workload, raw_bytes: int, budget: int, conte
     return out
 
 
+def held_elsewhere(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """References that were confirmed to hold but do not fit the budget: what the budget costs."""
+    return [
+        f"{row['label']} {row['verdict']} on the same items, but needs {human(row['workload_bytes'])}"
+        for row in rows
+        if row.get("verdict") in ("HOLDS", "RISES") and not row["feasible"]
+    ]
+
+
 def anchors(
     describe: Describer, named: Mapping[str, KVConfig], items: EvalSet, verdicts: Verdicts | None, fresh: EvalSet
 ) -> list[dict[str, Any]]:
@@ -168,6 +178,7 @@ def before_after(
         else:
             held = {k: describe.measured(config, CONFIRM, items)[k] for k in ("bytes_per_token", "effective_bits")}
         out[name] = {
+            "config_id": config.id,
             "label": config.label if config is not BASELINE else "raw (16 bit)",
             "kv_bytes_workload": describe.size(counted),
             **held,

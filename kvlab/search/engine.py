@@ -283,6 +283,7 @@ def _document(
     anchors = space.anchors()
     verdict = judged[shown.id].verdict if shown else "INCONCLUSIVE"
     used = rows[0]["context_used"] if rows else None
+    references = document.anchors(describe, anchors, racer.items, verdicts, fresh)
     result = {
         "schema": document.SCHEMA,
         "model": document.model(session.loaded, space.shape, session.subject.plan.compressed),
@@ -291,12 +292,12 @@ def _document(
         "budget_bytes": space.budget,
         "raw_workload_bytes": describe.size(session.raw),
         "binding": describe.size(session.raw) > space.budget,
-        "notes": _notes(session, used),
+        "notes": [*document.held_elsewhere(references), *_notes(session, used)],
         "verdict": verdict,
         "winner": winner.id if winner else None,
         "margin": margin.to_dict(),
         "baseline": {"config_id": BASELINE.id, "label": "raw", "families": verdicts.baseline if verdicts else {}},
-        "anchors": document.anchors(describe, anchors, racer.items, verdicts, fresh),
+        "anchors": references,
         "finalists": rows,
         "controls": document.controls(space.control(), verdicts),
         "trials": document.trials(describe, race, racer, (c.id for c in anchors.values())),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 
-from kvlab.book import ScoreBook
+from kvlab.book import ScoreBook, UnscorableError
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
 from kvlab.search.space import Space
@@ -66,7 +66,7 @@ class Racer:
         self.book.progress.at("search: baseline and anchors")
         self.book.ensure(ROLE, whole, [BASELINE, *references])
         if BASELINE.id in self.book.failures:
-            raise RuntimeError(f"the uncompressed baseline cannot be scored: {self.book.failures[BASELINE.id]}")
+            raise UnscorableError(f"the uncompressed baseline cannot be scored: {self.book.failures[BASELINE.id]}")
         for family in self.items.families:
             nlls = [self.book.get(ROLE, BASELINE, i).nll for i in whole if i.family == family]
             self._sd[family] = max(float(np.std(nlls)), 1e-6)
