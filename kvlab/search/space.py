@@ -93,7 +93,9 @@ class Space:
             scorer=scorer or Recency(),
             budget=budget or Unlimited(),
             sink_tokens=SINK_TOKENS,
-            recent_tokens=RECENT_TOKENS,
+            # Channel groups leave the tokens that do not fill a page raw: that remainder is their recent window. With a
+            # window on top, half of a short context would stay raw and its score would say little of the workload.
+            recent_tokens=0 if max(key.block_tokens, value.block_tokens) > 1 else RECENT_TOKENS,
             page_tokens=page_tokens,
             raw_dtype=self.raw_dtype,
         )
