@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvlab.cache import Handle, KVCache, Mode, SeamError
+from kvlab.cache import AttentionCall, Handle, KVCache, Mode, SeamError
 from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
 from kvlab.stacked import StackedLayer
@@ -82,7 +82,8 @@ def attention(
             )
         valid = attention_mask[:, -query.shape[2] :].bool()
         _check_history(handle, attention_mask[:, : -query.shape[2]])
-    return handle.attend(query, key, value, scale, valid, softcap, s_aux).transpose(1, 2), None
+    call = AttentionCall(query, key, value, scale, valid, softcap, s_aux)
+    return handle.attend(call).transpose(1, 2), None
 
 
 def _check_history(handle: Handle, past: Tensor) -> None:

@@ -6,10 +6,10 @@ through that function: `update` returns everything held, decoded. How models are
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
@@ -32,6 +32,21 @@ class SeamError(RuntimeError):
     """The model did something between `Cache.update` and attention that a packed cache cannot follow."""
 
 
+class AttentionCall(NamedTuple):
+    """What one attention layer asks: queries [B, H, Q, D], K and V of the new tokens, and how to read them.
+
+    `valid` [B, Q] is False for padding. `sink_logits` [H] and `softcap` are those of `kernels.attend`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    valid: Tensor | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+
 @runtime_checkable
 class Attending(Protocol):
     """A cache layer that serves attention itself."""
@@ -39,16 +54,7 @@ class Attending(Protocol):
     @property
     def rows(self) -> Sequence[Row]: ...
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor: ...
+    def attend(self, call: AttentionCall) -> Tensor: ...
 
 
 class Handle:
@@ -73,22 +79,13 @@ class Handle:
         if kwargs is not None:
             kwargs[HANDLE_KWARG] = self
 
-    def attend(
-        self,
-        q: Float[Tensor, "B H Q D"],
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Bool[Tensor, "B Q"] | None,
-        softcap: float | None,
-        sink_logits: Float[Tensor, " H"] | None,
-    ) -> Float[Tensor, "B H Q E"]:
+    def attend(self, call: AttentionCall) -> Float[Tensor, "B H Q E"]:
         """Serve the call. Raises SeamError when K or V were replaced or changed after `update`, or served before."""
         if self.consumed:
             raise SeamError("two attention calls read one Cache.update (shared K/V layers); attach it in dense mode")
-        if k is not self.k or v is not self.v or _versions(k, v) != self._versions:
+        if call.k is not self.k or call.v is not self.v or _versions(call.k, call.v) != self._versions:
             raise SeamError("the model changes K or V between Cache.update and attention; attach it in dense mode")
-        out = self.layer.attend(q, k, v, scale, valid, softcap, sink_logits)
+        out = self.layer.attend(call)
         self.consumed = True
         # The key carries this handle: holding it in turn would keep both until the next garbage collection.
         self.k = self.v = None
@@ -100,18 +97,9 @@ def _versions(k: Tensor, v: Tensor) -> tuple[int, int]:
     return (0, 0) if k.is_inference() or v.is_inference() else (k._version, v._version)
 
 
-def attend_rows(
-    rows: Sequence[Row],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    valid: Tensor | None,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    read_only: bool = False,
-) -> Float[Tensor, "B H Q E"]:
+def attend_rows(rows: Sequence[Row], call: AttentionCall, read_only: bool = False) -> Float[Tensor, "B H Q E"]:
     """Each row over its own store. Padding never enters a row; its outputs are zeros."""
+    q, k, v, valid = call.q, call.k, call.v, call.valid
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for b, row in enumerate(rows):
         real = slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
@@ -119,7 +107,8 @@ def attend_rows(
         if k_b.shape[1] == 0:
             continue
         with threads.for_size((row.kept + k_b.shape[1]) * k.shape[1] * k.shape[3], k.device):
-            out[b][:, real], mass = row.attend(q_b, k_b, v_b, scale, softcap, sink_logits, observe=not read_only)
+            served, mass = row.attend(q_b, k_b, v_b, call.scale, call.softcap, call.sink_logits, observe=not read_only)
+            out[b][:, real] = served
             if not read_only:
                 row.commit(k_b, v_b, mass)
     return out
@@ -191,17 +180,8 @@ class KVLayer(CacheLayerMixin):
             return k, v
         return tuple(torch.cat([torch.stack([h[i] for h in held]), x], dim=2) for i, x in enumerate((k, v)))  # type: ignore[return-value]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
-        out = attend_rows(self.rows, q, k, v, scale, valid, softcap, sink_logits)
+    def attend(self, call: AttentionCall) -> Tensor:
+        out = attend_rows(self.rows, call)
         self._pending = None
         return out
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from kvlab.attach import Attachment, cache_kwarg
-from kvlab.cache import Handle, KVCache, KVLayer
+from kvlab.cache import AttentionCall, Handle, KVCache, KVLayer
 from kvlab.config import KVConfig, LayerConfig, LayerShape
 from kvlab.kernels.prompt import attend_prompt, prompt_mass
 from kvlab.policies import Scorer
@@ -130,16 +130,8 @@ class _RecordingLayer(CacheLayerMixin):
     def rows(self) -> list[Any]:
         return []
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        q, k, v, scale, _, softcap, sink_logits = call
         out = torch.stack([attend_prompt(q[b], k[b], v[b], scale, softcap, sink_logits) for b in range(q.shape[0])])
         for b, length in enumerate(self.lengths):
             q_b, k_b = q[b][:, :length], k[b][:, :length]

@@ -8,7 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvlab.cache import UNATTENDED, Handle, KVCache, KVLayer, SeamError, attend_rows
+from kvlab.cache import UNATTENDED, AttentionCall, Handle, KVCache, KVLayer, SeamError, attend_rows
 from kvlab.row import Row
 
 
@@ -47,24 +47,15 @@ class StackedLayer(CacheLayerMixin):
         self._pending.publish(kwargs.get("kwargs"))
         return key_states, value_states
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         owner = self.owner
-        out = attend_rows(self.rows, q, k, v, scale, owner.valid, softcap, sink_logits, owner.read_only)
+        out = attend_rows(self.rows, call._replace(valid=owner.valid), owner.read_only)
         if not owner.read_only:
             first = 0
             for part in self.parts:
                 # A cache of one row takes its real tokens, so that it can go on alone without a mask.
                 real = None if owner.valid is None or len(part.rows) > 1 else owner.valid[first]
-                part.seen += q.shape[2] if real is None else int(real.sum())
+                part.seen += call.q.shape[2] if real is None else int(real.sum())
                 first += len(part.rows)
         self._pending = None
         return out
