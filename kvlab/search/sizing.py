@@ -89,6 +89,8 @@ def fit(minutes: float, speed: Speed, families: int, anchors: int) -> Sizes:
     per_confirm = families * (speed.prefill_s + ARMS * speed.row_s)
     confirm = max(_MIN_CONFIRM, min(_MAX_CONFIRM, int(total * _CONFIRM_SHARE / per_confirm)))
     confirm = max(confirm, _SAFE[planned_margin(confirm)])
+    # A fifth more items is a fair price for the next smaller margin.
+    confirm = next((safe for safe in _SAFE.values() if confirm < safe <= 1.2 * confirm), confirm)
     search_s = total * _SEARCH_SHARE
     per_item = families * (speed.prefill_s + (anchors + 1) * speed.row_s)
     items = next((n for n in (64, 48, 32, 24, 16) if n * per_item <= 0.6 * search_s), 8)
