@@ -3,6 +3,7 @@
 The import hook must be in place before the modules it checks are imported, so this file imports none of kvlab.
 """
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -13,8 +14,32 @@ from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Shapes and types of every annotated function here are checked at each call a test makes.
-CHECKED = ("kvlab.kernels", "kvlab.codecs", "kvlab.policies", "kvlab.row", "kvlab.cache", "kvlab.stacked")
+
+def _no_gpu() -> bool:
+    """Asked of the driver: importing torch here would import triton too, before it is told to interpret."""
+    return not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists()
+
+
+if importlib.util.find_spec("triton") is not None and _no_gpu():
+    # Triton binds its functions to the interpreter or the compiler once, when it is imported.
+    if "triton" in sys.modules:
+        raise RuntimeError("triton was imported before it could be told to interpret")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Shapes and types of every annotated function here are checked at each call a test makes. Of the kernels, all but the
+# Triton files: the compiler reads their source and takes no rewritten functions.
+KERNELS = sorted(
+    f"kvlab.kernels.{path.stem}" for path in (ROOT / "kvlab/kernels").glob("[!_]*.py") if "_triton" not in path.stem
+)
+CHECKED = (
+    *KERNELS,
+    "kvlab.codecs",
+    "kvlab.policies",
+    "kvlab.reading",
+    "kvlab.row",
+    "kvlab.cache",
+    "kvlab.stacked",
+)
 
 _early = sorted(name for name in sys.modules if name.startswith(CHECKED))
 if _early:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvlab.codecs.base import Codec, Packed, Stream, widened
 from kvlab.kernels import affine
 from kvlab.kernels.affine import Axis, Groups, Mode
+from kvlab.kernels.formats import Format
 from kvlab.kernels.hadamard import hadamard
 from kvlab.kernels.pack import BITS, packed_width
 
@@ -95,3 +96,6 @@ class Affine(Codec):
         spec = self._spec(head_dim)
         out = affine.mix(p, packed["codes"], packed["scale"], packed.get("zero"), spec, head_dim)
         return hadamard(out) if self.hadamard else out
+
+    def stored_as(self, head_dim: int) -> Format:
+        return Format("affine", **self._spec(head_dim)._asdict(), hadamard=self.hadamard)

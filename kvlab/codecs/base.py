@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlab.kernels.formats import Format
+
 Packed = dict[str, Tensor]
 
 
@@ -69,6 +71,10 @@ class Codec(ABC):
     @abstractmethod
     def mix(self, p: Float[Tensor, "N R T"], packed: Packed, head_dim: int) -> Float[Tensor, "N R D"]:
         """sum of p * v^ over the stored tokens."""
+
+    @abstractmethod
+    def stored_as(self, head_dim: int) -> Format:
+        """The same in terms that kernels know: how the streams are read back for heads of this size."""
 
     def effective_bits(self, head_dim: int, page_tokens: int, raw: torch.dtype) -> float:
         """Stored bits per element of a full page, scales and zeros included."""

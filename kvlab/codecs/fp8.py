@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlab.codecs.base import Codec, Packed, Stream, widened
+from kvlab.kernels.formats import FP8_DTYPES as DTYPES
+from kvlab.kernels.formats import Format
 from kvlab.kernels.hadamard import hadamard
-
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,10 @@ class Fp8(Codec):
     def mix(self, p: Tensor, packed: Packed, head_dim: int) -> Tensor:
         out = (p * self._scale(packed, p.dtype).mT) @ self._values(packed, p.dtype)
         return hadamard(out) if self.hadamard else out
+
+    def stored_as(self, head_dim: int) -> Format:
+        exponents = self.exponents if self.scale == "static" else ()
+        return Format("fp8", 8, fp8=self.format, exponents=exponents, hadamard=self.hadamard)
 
 
 def calibrated_exponents(x: Float[Tensor, "N T D"], format: str = "e4m3") -> tuple[int, ...]:

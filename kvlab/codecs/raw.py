@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Codec, Packed, Stream
+from kvlab.kernels.formats import RAW, Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,6 @@ class Raw(Codec):
 
     def mix(self, p: Tensor, packed: Packed, head_dim: int) -> Tensor:
         return p @ packed["data"].to(p.dtype)
+
+    def stored_as(self, head_dim: int) -> Format:
+        return RAW
