@@ -12,13 +12,13 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import tomli_w
 import torch
 
 from kvlab.codecs import CODECS, Codec, Raw, Stream
-from kvlab.policies import BUDGETS, SCORERS, Budget, Recency, Scorer, Unlimited
+from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Dense, Reader, Recency, Scorer, Unlimited
 
 RAW_DTYPES = {
     "float64": torch.float64,
@@ -26,6 +26,10 @@ RAW_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
+# What is subtracted from keys before RoPE: nothing, the bias of k_proj, or a calibrated mean.
+Centring = Literal["none", "bias", "mean"]
 
 
 class LayerShape(NamedTuple):
@@ -72,6 +76,8 @@ class LayerConfig:
     value: Codec
     scorer: Scorer
     budget: Budget
+    reader: Reader
+    centring: Centring
     sink_tokens: int
     recent_tokens: int
     page_tokens: int
@@ -147,6 +153,8 @@ class KVConfig:
     value: Codec = Raw()
     scorer: Scorer = Recency()
     budget: Budget = Unlimited()
+    reader: Reader = Dense()
+    centring: Centring = "none"
     sink_tokens: int = 4
     recent_tokens: int = 64
     page_tokens: int = 16
@@ -158,9 +166,17 @@ class KVConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.centring not in get_args(Centring):
+            raise ValueError(f"centring must be one of {get_args(Centring)}, got {self.centring!r}")
         if self.raw_dtype not in ("auto", *RAW_DTYPES):
             raise ValueError(f"raw_dtype must be 'auto' or one of {tuple(RAW_DTYPES)}, got {self.raw_dtype!r}")
-        for name, base in (("key", Codec), ("value", Codec), ("scorer", Scorer), ("budget", Budget)):
+        for name, base in (
+            ("key", Codec),
+            ("value", Codec),
+            ("scorer", Scorer),
+            ("budget", Budget),
+            ("reader", Reader),
+        ):
             object.__setattr__(self, name, _normal(getattr(self, name), base, name))
         object.__setattr__(self, "overrides", _normal_overrides(self.overrides))
         for _, key, value in [(-1, self.key, self.value), *self.overrides]:
@@ -182,6 +198,8 @@ class KVConfig:
             value=value,
             scorer=self.scorer,
             budget=self.budget,
+            reader=self.reader,
+            centring=self.centring,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
             page_tokens=self.page_tokens,
@@ -232,9 +250,11 @@ class KVConfig:
     def label(self) -> str:
         """Short name for tables, such as `int4 g32`, `K int8 V int4 g32` or `fp8_e4m3 + h2o 50%`."""
         name = self.key.label if self.key == self.value else f"K {self.key.label} V {self.value.label}"
-        parts = [f"{name}*{len(self.overrides)}" if self.overrides else name]
+        name = f"{name}*{len(self.overrides)}" if self.overrides else name
+        parts = [f"{name} centred" if self.centring != "none" else name]
         if self.budget.evicts:
             parts.append(f"{self.scorer.label} {self.budget.label}")
+        parts += [self.reader.label] if self.reader.label else []
         return " + ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,7 +281,13 @@ class KVConfig:
             raise ValueError(f"kv_config must be a table, got {data!r}")
         _refuse_unknown(data, {f.name for f in fields(cls)}, "kv_config")
         kwargs = dict(data)
-        for name, registry in (("key", CODECS), ("value", CODECS), ("scorer", SCORERS), ("budget", BUDGETS)):
+        for name, registry in (
+            ("key", CODECS),
+            ("value", CODECS),
+            ("scorer", SCORERS),
+            ("budget", BUDGETS),
+            ("reader", READERS),
+        ):
             if name in kwargs:
                 kwargs[name] = _build(registry, kwargs[name], name)
         kwargs["overrides"] = tuple(
@@ -285,7 +311,7 @@ class KVConfig:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (Codec, Scorer, Budget)):
+    if isinstance(value, (Codec, Scorer, Budget, Reader)):
         own = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}  # type: ignore[arg-type]
         return {"kind": value.kind} | own
     return [_plain(v) for v in value] if isinstance(value, tuple) else value

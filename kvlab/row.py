@@ -10,6 +10,7 @@ from kvlab.codecs.base import Packed, to_raw
 from kvlab.config import LayerConfig, Occupancy
 from kvlab.kernels import attend as kernel
 from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
+from kvlab.reading import Reading
 from kvlab.store import PagePool, PageTable
 
 
@@ -150,10 +151,11 @@ class Row:
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
         out, mass = [], None
         columns = self.table.length + self.n_sinks + self.n_window + n_queries
-        reader = _Reader(self, k, v)
+        raw = [(part[0], part[1]) for part in (self.sinks, self.window(), (k, v)) if part]
+        reading = Reading(self.config, self.table, self.pages(), raw)
         for part in query_blocks(n_queries, q.shape[0] * columns):
-            probs = reader.probabilities(q[:, part], part.start, scale, softcap, sink_logits)
-            out.append(kernel.unfold_heads(reader.mix(probs), q.shape[0]))
+            probs = reading.probabilities(q[:, part], part.start, scale, softcap, sink_logits)
+            out.append(kernel.unfold_heads(reading.mix(probs), q.shape[0]))
             if weights is not None:
                 seen = kernel.attention_mass(probs, weights[part])
                 mass = seen if mass is None else mass + seen
@@ -288,50 +290,6 @@ class Row:
         mass = held["mass"][..., 0] if "mass" in held else None
         scores = self._scores(mass, held["position"][..., 0]).unflatten(1, (-1, size)).mean(-1)
         self.table.keep(_best(scores, kept // size), unit_tokens=size)
-
-
-class _Reader:
-    """K and V of one attention call: encoded pages as they are, raw tokens and new ones side by side."""
-
-    def __init__(self, row: Row, k: Tensor, v: Tensor) -> None:
-        self.row = row
-        self.dtype = torch.promote_types(k.dtype, torch.float32)
-        self.n_new, self.length = k.shape[1], row.table.length
-        self.packed = row.pages() if self.length else None
-        raw = [[*([row.sinks[i]] if row.sinks else []), *row.window()[i : i + 1], x] for i, x in enumerate((k, v))]
-        self.k, self.v = (torch.cat([p.to(self.dtype) for p in parts], dim=1) for parts in raw)
-
-    def probabilities(
-        self, q: Tensor, start: int, scale: float, softcap: float | None, sink_logits: Tensor | None
-    ) -> Float[Tensor, "N R T"]:
-        """Attention probabilities of queries start, start + 1, ... over stored | sinks | window | new."""
-        folded = kernel.fold_heads(q.to(self.dtype) * scale, self.k.shape[0])
-        logits = folded @ self.k.mT
-        if self.packed is not None:
-            logits = torch.cat([self.row.config.key.scores(folded, self.packed[0]), logits], dim=-1)
-        forbidden = self._forbidden(q.shape[1], start, logits.shape[-1], q.device)
-        return kernel.probabilities(logits, forbidden, softcap, sink_logits, q.shape[1])
-
-    def _forbidden(self, n_queries: int, start: int, columns: int, device: torch.device) -> Tensor | None:
-        """Later new tokens, and slots past a shorter head's count. None when everything may be read."""
-        forbidden = None
-        if start + 1 < self.n_new:
-            forbidden = torch.zeros(n_queries, columns, dtype=torch.bool, device=device)
-            rank = torch.arange(self.n_new, device=device)
-            forbidden[:, columns - self.n_new :] = rank > rank[start : start + n_queries].unsqueeze(1)
-        if self.row.table.ragged:
-            counts = torch.tensor(self.row.table.counts, device=device)
-            past = torch.zeros(len(counts), n_queries, columns, dtype=torch.bool, device=device)
-            past[..., : self.length] = (torch.arange(self.length, device=device) >= counts.unsqueeze(1)).unsqueeze(1)
-            forbidden = past if forbidden is None else past | forbidden
-        return forbidden
-
-    def mix(self, probs: Float[Tensor, "N R T"]) -> Float[Tensor, "N R D"]:
-        """Probability-weighted values."""
-        out = probs[..., self.length :] @ self.v
-        if self.packed is not None:
-            out = out + self.row.config.value.mix(probs[..., : self.length], self.packed[1], self.v.shape[2])
-        return out
 
 
 def _best(scores: Float[Tensor, "N T"], count: int) -> Int[Tensor, "N K"]:

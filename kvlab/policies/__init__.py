@@ -1,8 +1,9 @@
-"""F1: which tokens are kept. One scorer per file; adding one is that file and one line in SCORERS."""
+"""F1: which tokens are kept, and which of those are read. One scorer per file, and one line in SCORERS."""
 
 from kvlab.policies.attention_mass import AttentionMass
 from kvlab.policies.base import Budget, Scorer
 from kvlab.policies.budgets import Fraction, Threshold, Tokens, Unlimited
+from kvlab.policies.readers import Dense, Reader, TopK
 from kvlab.policies.recency import Recency
 from kvlab.policies.window_attention import WindowAttention
 
@@ -17,17 +18,22 @@ BUDGETS: dict[str, type[Budget]] = {
     "fraction": Fraction,
     "threshold": Threshold,
 }
+READERS: dict[str, type[Reader]] = {"dense": Dense, "top_k": TopK}
 
 __all__ = [
     "BUDGETS",
+    "READERS",
     "SCORERS",
     "AttentionMass",
     "Budget",
+    "Dense",
     "Fraction",
+    "Reader",
     "Recency",
     "Scorer",
     "Threshold",
     "Tokens",
+    "TopK",
     "Unlimited",
     "WindowAttention",
 ]
