@@ -50,7 +50,7 @@ DOORS: dict[str, set[str]] = {
     "datasets": {"evals"},
     "optuna": {"search"},
     "papermill": {"sweep"},
-    "triton": {"kernels"},
+    "triton": {"kernels", "bench"},  # bench: compiling ahead of time
 }
 NEVER = {"tests", "sweeps", "notebooks", "tiny", "conftest", "pytest", "hypothesis", "beartype"}
 
