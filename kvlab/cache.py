@@ -255,10 +255,9 @@ class KVCache(Cache):
     def __init__(self, config: KVConfig, model_config: PreTrainedConfig, mode: Mode = "packed") -> None:
         own = None if config.raw_dtype == "auto" else config.raw(torch.float32)
         self._pools: dict[PoolKey, PagePool] = {}
-        layers = [
-            KVLayer(config.at(i), own, mode, self._pools) if type(layer) is DynamicLayer else layer
-            for i, layer in enumerate(DynamicCache(config=model_config).layers)
-        ]
+        layers: list[Any] = list(DynamicCache(config=model_config).layers)
+        for i, rule in config.layers(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer).items():
+            layers[i] = KVLayer(rule, own, mode, self._pools)
         super().__init__(layers=layers)
         self.config = config
 

@@ -10,15 +10,15 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 import tomli_w
 import torch
 
-from kvlab.codecs import CODECS, Codec, Raw, Stream
-from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Dense, Reader, Recency, Scorer, Unlimited
+from kvlab.codecs import CODECS, Affine, Codec, Raw, Stream
+from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Dense, Reader, Recency, Scorer, TopK, Unlimited
 
 RAW_DTYPES = {
     "float64": torch.float64,
@@ -47,6 +47,11 @@ class ModelShape:
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
+
+    @property
+    def compressed(self) -> list[int]:
+        """Indices of the layers that a KVConfig stores: those that keep no window."""
+        return [i for i, s in enumerate(self.layers) if s.window is None]
 
     def raw_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Bytes of an uncompressed cache of `tokens` tokens, by default in 16 bit."""
@@ -129,6 +134,9 @@ class LayerConfig:
             streams["position"] = Stream(self.page_tokens, 1, torch.int32)
         if self.tracks_mass:
             streams["mass"] = Stream(self.page_tokens, 1, torch.float32)
+        if isinstance(self.reader, TopK):
+            rows = self.page_tokens // self.reader.chunk
+            streams |= {f"k.{n}": Stream(rows, shape.key_dim, torch.float16) for n in self.reader.summaries}
         return streams
 
     def nbytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy) -> int:
@@ -181,6 +189,28 @@ class KVConfig:
         object.__setattr__(self, "overrides", _normal_overrides(self.overrides))
         for _, key, value in [(-1, self.key, self.value), *self.overrides]:
             self._check_blocks(key, value)
+            self._check_chunks(key, value)
+
+    def _check_chunks(self, key: Codec, value: Codec) -> None:
+        """A sparse reader's chunks are whole parts of a page, and no codec's block straddles two of them."""
+        if not isinstance(self.reader, TopK):
+            return
+        chunk, page = self.reader.chunk, self.page_tokens
+        if chunk > page or page % chunk:
+            raise ValueError(
+                f"a chunk must be a page or an equal part of one, got chunk {chunk} and page_tokens {page}: set "
+                f"page_tokens to a multiple of {chunk}"
+            )
+        block = max(key.block_tokens, value.block_tokens)
+        if chunk % block:
+            raise ValueError(
+                f"a chunk must hold whole channel groups, got chunk {chunk} and group {block}: set chunk={block}"
+            )
+        if self.reader.bound == "codec" and (not isinstance(key, Affine) or key.axis != "channel"):
+            raise ValueError(
+                "top-k bound 'codec' takes a chunk's range from the scales of per-channel keys, got key "
+                f"{key.label}: use Affine(axis='channel', group={page}), or bound 'minmax'"
+            )
 
     def _check_blocks(self, key: Codec, value: Codec) -> None:
         for codec in (key, value):
@@ -190,29 +220,42 @@ class KVConfig:
                     f"{self.page_tokens}: set page_tokens={codec.block_tokens}"
                 )
 
-    def at(self, layer: int) -> LayerConfig:
-        """This config as one layer follows it, overrides applied."""
+    def at(self, layer: int, rank: int | None = None) -> LayerConfig:
+        """This config as one layer follows it, overrides applied.
+
+        `rank` is the layer's place among those that are compressed, by default its index: see `layers`.
+        """
         key, value = next(((k, v) for i, k, v in self.overrides if i == layer), (self.key, self.value))
+        reads_all = isinstance(self.reader, TopK) and (layer if rank is None else rank) < self.reader.dense_layers
         return LayerConfig(
             key=key,
             value=value,
             scorer=self.scorer,
             budget=self.budget,
-            reader=self.reader,
+            reader=Dense() if reads_all else self.reader,
             centring=self.centring,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
             page_tokens=self.page_tokens,
         )
 
+    def layers(self, compressed: Iterable[int]) -> dict[int, LayerConfig]:
+        """What each of the compressed layers follows, in their order."""
+        return {layer: self.at(layer, rank) for rank, layer in enumerate(compressed)}
+
     def check(self, shape: ModelShape) -> None:
         """Raise ValueError when this config cannot run on such a model, naming the layer, the value and the rule."""
-        compressed = [i for i, s in enumerate(shape.layers) if s.window is None]
+        compressed = shape.compressed
         for layer, _, _ in self.overrides:
             if layer not in compressed:
                 raise ValueError(f"override for layer {layer}: the layers that can be compressed are {compressed}")
-        for i in compressed:
-            layer, s = self.at(i), shape.layers[i]
+        if self.budget.evicts and self.scorer.reads_selection and not isinstance(self.reader, TopK):
+            raise ValueError(
+                f"scorer {self.scorer.kind!r} ranks chunks by when they were last selected, but a "
+                f"{self.reader.kind!r} reader selects none: use reader TopK, or another scorer"
+            )
+        for i, layer in self.layers(compressed).items():
+            s = shape.layers[i]
             for stream, codec, dim in (("K", layer.key, s.key_dim), ("V", layer.value, s.value_dim)):
                 try:
                     codec.check(dim, s.kv_heads, self.page_tokens)
@@ -230,12 +273,13 @@ class KVConfig:
         """
         total, raw = 0, self.raw(shape.dtype)
         held_by_rule: dict[LayerConfig, Occupancy] = {}
+        layers = self.layers(shape.compressed)
         for i, s in enumerate(shape.layers):
             if s.window is not None:
                 tokens = min(prefill + decoded, s.window - 1)
                 total += tokens * s.kv_heads * (s.key_dim + s.value_dim) * shape.dtype.itemsize
                 continue
-            layer = self.at(i)
+            layer = layers[i]
             held = held_by_rule.setdefault(layer, layer.occupancy(prefill, decoded))
             total += layer.nbytes(s, raw, held)
         return total

@@ -1,8 +1,9 @@
 """F1: which tokens are kept, and which of those are read. One scorer per file, and one line in SCORERS."""
 
 from kvlab.policies.attention_mass import AttentionMass
-from kvlab.policies.base import Budget, Scorer
+from kvlab.policies.base import Budget, Candidates, Scorer
 from kvlab.policies.budgets import Fraction, Threshold, Tokens, Unlimited
+from kvlab.policies.last_selected import LastSelected
 from kvlab.policies.readers import Dense, Reader, TopK
 from kvlab.policies.recency import Recency
 from kvlab.policies.window_attention import WindowAttention
@@ -11,6 +12,7 @@ SCORERS: dict[str, type[Scorer]] = {
     "recency": Recency,
     "attention_mass": AttentionMass,
     "window_attention": WindowAttention,
+    "last_selected": LastSelected,
 }
 BUDGETS: dict[str, type[Budget]] = {
     "unlimited": Unlimited,
@@ -26,8 +28,10 @@ __all__ = [
     "SCORERS",
     "AttentionMass",
     "Budget",
+    "Candidates",
     "Dense",
     "Fraction",
+    "LastSelected",
     "Reader",
     "Recency",
     "Scorer",

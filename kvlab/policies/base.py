@@ -5,18 +5,49 @@ token, and the scorer says how each forward's probabilities fold into it.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
+class Candidates(NamedTuple):
+    """Tokens of each head that may be evicted, in ascending position order; sinks and recent tokens are not among them.
+
+    `mass` is there for stateful scorers, `keys` and `values` for those that read them, as attention would: stored ones
+    decoded. Of head n only the first `counts[n]` tokens are real; all of them where it is None.
+    """
+
+    positions: Int[Tensor, "N T"]
+    mass: Float[Tensor, "N T"] | None = None
+    keys: Float[Tensor, "N T D"] | None = None
+    values: Float[Tensor, "N T E"] | None = None
+    counts: Int[Tensor, " N"] | None = None
+
+    def then(self, later: "Candidates") -> "Candidates":
+        """These and the later ones. Every head must hold equal counts."""
+        parts = zip(self[:4], later[:4], strict=True)
+        return Candidates(*(None if a is None or b is None else torch.cat([a.to(b.dtype), b], 1) for a, b in parts))  # type: ignore[arg-type]
+
+
 class Scorer(ABC):
-    """Ranks cached tokens, higher stays. `stateful` scorers need attention mass; others need positions only."""
+    """Ranks cached tokens, higher stays. `stateful` scorers need attention mass, some need K or V; all get positions.
+
+    A `query_agnostic` scorer looks at no query: what it keeps does not depend on what is asked, before or after.
+    """
 
     kind: ClassVar[str]
     stateful: ClassVar[bool]
+    query_agnostic: ClassVar[bool]
+    reads_keys: ClassVar[bool] = False
+    reads_selection: ClassVar[bool] = False  # its mass is the last position whose query read the token, not attention
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether `score` needs the values."""
+        return False
+
 
     @property
     @abstractmethod
@@ -31,9 +62,13 @@ class Scorer(ABC):
         """What a forward of n queries leaves of the mass accumulated before."""
         return 1.0
 
+    def fold(self, mass: Tensor, observed: Tensor, n_queries: int) -> Tensor:
+        """Mass accumulated before and what a forward of n queries observed, in one."""
+        return mass * self.carry(n_queries) + observed
+
     @abstractmethod
-    def score(self, mass: Float[Tensor, "N T"], positions: Int[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-        """Importance of each candidate, in ascending position order. Sinks and recent tokens are not candidates."""
+    def score(self, candidates: Candidates) -> Float[Tensor, "N T"]:
+        """Importance of each candidate; what it says of slots past a head's count means nothing."""
 
 
 class Budget(ABC):

@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
-Bound = Literal["minmax", "mean", "codec"]
+from kvlab.kernels.chunks import Bound, width_of
 
 
 class Reader(ABC):
@@ -55,6 +55,20 @@ class TopK(Reader):
                 raise ValueError(f"top-k {name} must be at least {least}, got {getattr(self, name)}")
         if self.bound not in ("minmax", "mean", "codec"):
             raise ValueError(f"top-k bound must be 'minmax', 'mean' or 'codec', got {self.bound!r}")
+
+    @property
+    def summaries(self) -> tuple[str, ...]:
+        """What is kept of each chunk, one row of head dim in fp16 for each."""
+        return {"minmax": ("min", "max"), "mean": ("mean",), "codec": ()}[self.bound]
+
+    @property
+    def share(self) -> dict[str, Any]:
+        """How many chunks to select, as `kernels.chunks.select` takes it."""
+        return {"k": self.count} if self.count else {"fraction": self.fraction}
+
+    def chosen(self, chunks: int) -> int:
+        """Of a head's `chunks`, how many a query reads: its first and last ones in any case."""
+        return width_of(chunks, **self.share, forced_first=1, forced_last=1)
 
     @property
     def label(self) -> str:
