@@ -3,11 +3,12 @@ encodes, in that order. Knows neither model nor transformers.
 """
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlab.codecs.base import Packed, to_raw
 from kvlab.config import LayerConfig, Occupancy
+from kvlab.evicting import Leaving, flush
 from kvlab.kernels import attend as kernel
 from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
 from kvlab.reading import Reading
@@ -233,73 +234,13 @@ class Row:
         self.n_window = size
 
     def _flush(self, k: Tensor, v: Tensor, mass: Tensor | None) -> None:
-        """Evict among stored and leaving tokens, then encode those that stay."""
-        stored, new = self.table.length, k.shape[1]
-        kept = self.config.keep(stored, new, self.n_sinks + self.n_window, self.seen)
-        extra: dict[str, Tensor] = {}
-        lengths = None
-        if self.config.budget.evicts:
-            first = self.seen - self.n_window - new
-            position = torch.arange(first, first + new, device=k.device).expand(k.shape[0], -1)
-            extra = {"position": position.unsqueeze(-1)} | ({} if mass is None else {"mass": mass.unsqueeze(-1)})
-        if kept < stored + new:
-            chosen, lengths = self._select(stored, new, kept, position, mass)
-            k, v = (_taken(x, chosen) for x in (k, v))
-            extra = {name: _taken(x, chosen) for name, x in extra.items()}
-        if k.shape[1]:
-            packed = {f"k.{n}": x for n, x in self.config.key.encode(k).items()}
-            packed |= {f"v.{n}": x for n, x in self.config.value.encode(v).items()}
-            packed = {n: to_raw(x, self.raw) if n.endswith(".data") else x for n, x in packed.items()}
-            self.table.append(packed | extra, lengths)
-        if self.table.length > kept:
-            self._evict_pages(kept)
-
-    def _scores(self, mass: Tensor | None, position: Tensor) -> Tensor:
-        return self.config.scorer.score(mass if mass is not None else position.float(), position)
-
-    def _select(
-        self, stored: int, new: int, kept: int, position: Tensor, mass: Tensor | None
-    ) -> tuple[Int[Tensor, "N K"], list[int] | None]:
-        """Choose who stays, dropping stored tokens that do not.
-
-        Returns the indices of new tokens that stay and how many of them count for each head.
-        """
-        if self.config.block_tokens > 1:
-            # Whole pages only: thin the new tokens here; `_evict_pages` then weighs page against page.
-            room = kept if self.config.budget.revisits else kept - stored
-            return _best(self._scores(mass, position), min(new, room)), None
-        if not self.config.budget.revisits or not stored:
-            return _best(self._scores(mass, position), kept - stored), None
-        held = self.table.gather(["position", *(["mass"] if mass is not None else [])])
-        position = torch.cat([held["position"][..., 0].to(position.dtype), position], dim=1)
-        mass = None if mass is None else torch.cat([held["mass"][..., 0], mass], dim=1)
-        best = _best(self._scores(mass, position), kept)
-        is_new = best >= stored
-        # Ascending within each half: stored ones first, then, by the opposite order, new ones first.
-        old_first = best.gather(1, torch.argsort(is_new.to(torch.int8), dim=1, stable=True))
-        new_first = best.gather(1, torch.argsort((~is_new).to(torch.int8), dim=1, stable=True))
-        n_new = is_new.sum(1).tolist()
-        n_old = [kept - n for n in n_new]
-        self.table.keep(old_first[:, : max(n_old)].clamp_max(stored - 1), lengths=n_old)
-        return (new_first[:, : max(n_new)] - stored).clamp_min(0), n_new
-
-    def _evict_pages(self, kept: int) -> None:
-        """Drop whole pages, lowest mean score first."""
-        size = self.config.page_tokens
-        held = self.table.gather(["position", *(["mass"] if self.config.tracks_mass else [])])
-        mass = held["mass"][..., 0] if "mass" in held else None
-        scores = self._scores(mass, held["position"][..., 0]).unflatten(1, (-1, size)).mean(-1)
-        self.table.keep(_best(scores, kept // size), unit_tokens=size)
-
-
-def _best(scores: Float[Tensor, "N T"], count: int) -> Int[Tensor, "N K"]:
-    """Ascending indices of the `count` highest scores; among equals the later token stays."""
-    order = torch.sort(scores, dim=1, stable=True).indices
-    return order[:, order.shape[1] - count :].sort(dim=1).values
-
-
-def _taken(x: Shaped[Tensor, "N T D"], index: Int[Tensor, "N K"]) -> Shaped[Tensor, "N K D"]:
-    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        """Send raw tokens into the pages; the window no longer has them."""
+        new = k.shape[1]
+        first = self.seen - self.n_window - new
+        positions = torch.arange(first, first + new, device=k.device).expand(k.shape[0], -1)
+        flush(
+            self.config, self.table, Leaving(k, v, positions, mass), self.n_sinks + self.n_window, self.seen, self.raw
+        )
 
 
 def _placed(buffer: Tensor, new: Tensor, at: int, room: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.policies.base import Scorer
+from kvlab.policies.base import Candidates, Scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class AttentionMass(Scorer):
 
     kind: ClassVar[str] = "attention_mass"
     stateful: ClassVar[bool] = True
+    query_agnostic: ClassVar[bool] = False
     decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -35,5 +36,6 @@ class AttentionMass(Scorer):
     def carry(self, n_queries: int) -> float:
         return self.decay**n_queries
 
-    def score(self, mass: Tensor, positions: Tensor) -> Tensor:
-        return mass
+    def score(self, candidates: Candidates) -> Tensor:
+        assert candidates.mass is not None
+        return candidates.mass

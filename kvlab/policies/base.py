@@ -48,7 +48,6 @@ class Scorer(ABC):
         """Whether `score` needs the values."""
         return False
 
-
     @property
     @abstractmethod
     def label(self) -> str:

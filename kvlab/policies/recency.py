@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvlab.policies.base import Scorer
+from kvlab.policies.base import Candidates, Scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +14,11 @@ class Recency(Scorer):
 
     kind: ClassVar[str] = "recency"
     stateful: ClassVar[bool] = False
+    query_agnostic: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
         return "window"
 
-    def score(self, mass: Tensor, positions: Tensor) -> Tensor:
-        return positions.float()
+    def score(self, candidates: Candidates) -> Tensor:
+        return candidates.positions.float()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.policies.base import Scorer
+from kvlab.policies.base import Candidates, Scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class WindowAttention(Scorer):
 
     kind: ClassVar[str] = "window_attention"
     stateful: ClassVar[bool] = True
+    query_agnostic: ClassVar[bool] = False
     window: int = 32
     pool: int = 5
 
@@ -44,8 +45,16 @@ class WindowAttention(Scorer):
     def carry(self, n_queries: int) -> float:
         return 0.0 if n_queries >= self.window else (1 - 1 / self.window) ** n_queries
 
-    def score(self, mass: Tensor, positions: Tensor) -> Tensor:
+    def score(self, candidates: Candidates) -> Tensor:
+        mass, counts = candidates.mass, candidates.counts
+        assert mass is not None
         if self.pool == 1 or mass.shape[-1] == 0:
             return mass
-        pad = self.pool // 2
-        return F.avg_pool1d(mass.unsqueeze(1), self.pool, 1, pad, count_include_pad=False).squeeze(1)
+        if counts is None:
+            return self._pooled(mass)
+        # A head's last neighbours are those it holds, not what lies in the slots behind them.
+        real = (torch.arange(mass.shape[1], device=mass.device) < counts.unsqueeze(1)).to(mass.dtype)
+        return self._pooled(mass * real) / self._pooled(real).clamp_min(1 / self.pool)
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        return F.avg_pool1d(x.unsqueeze(1), self.pool, 1, self.pool // 2, count_include_pad=False).squeeze(1)

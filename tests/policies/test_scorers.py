@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from variants import ALL_SCORERS, name_of
 
-from kvlab.policies import SCORERS, AttentionMass, Recency, Scorer, WindowAttention
+from kvlab.policies import SCORERS, AttentionMass, Candidates, Recency, Scorer, WindowAttention
 
 
 def test_the_registry_names_classes_by_their_kind() -> None:
@@ -18,12 +18,12 @@ def test_the_registry_names_classes_by_their_kind() -> None:
 def test_every_scorer_gives_one_finite_score_per_token(scorer: Scorer, tokens: int, seed: int) -> None:
     mass = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed))
     before = mass.clone()
-    score = scorer.score(mass, torch.arange(tokens).expand(2, -1))
+    score = scorer.score(Candidates(torch.arange(tokens).expand(2, -1), mass))
     assert score.shape == (2, tokens)
     assert bool(torch.isfinite(score).all())
     assert torch.equal(mass, before)
     # Heads are judged apart.
-    torch.testing.assert_close(scorer.score(mass[1:], torch.arange(tokens).expand(1, -1)), score[1:])
+    torch.testing.assert_close(scorer.score(Candidates(torch.arange(tokens).expand(1, -1), mass[1:])), score[1:])
 
 
 @pytest.mark.parametrize("scorer", [s for s in ALL_SCORERS if s.stateful], ids=name_of)
@@ -60,12 +60,12 @@ def test_a_prompt_counts_its_last_window_of_queries() -> None:
 def test_pooling_is_a_mean_over_real_neighbours() -> None:
     mass = torch.tensor([[3.0, 0.0, 0.0, 6.0]])
     positions = torch.arange(4).unsqueeze(0)
-    assert WindowAttention(2, 3).score(mass, positions).tolist() == [[1.5, 1.0, 2.0, 3.0]]
-    assert torch.equal(WindowAttention(2, 1).score(mass, positions), mass)
+    assert WindowAttention(2, 3).score(Candidates(positions, mass)).tolist() == [[1.5, 1.0, 2.0, 3.0]]
+    assert torch.equal(WindowAttention(2, 1).score(Candidates(positions, mass)), mass)
 
 
 def test_recency_is_position() -> None:
-    assert Recency().score(torch.zeros(1, 3), torch.tensor([[4, 9, 11]])).tolist() == [[4.0, 9.0, 11.0]]
+    assert Recency().score(Candidates(torch.tensor([[4, 9, 11]]))).tolist() == [[4.0, 9.0, 11.0]]
     assert float(Recency().query_weights(4).sum()) == 0.0
 
 
