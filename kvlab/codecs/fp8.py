@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlab.codecs.base import Codec, Packed, Stream, widened
+from kvlab.kernels import fp8
 from kvlab.kernels.formats import FP8_DTYPES as DTYPES
 from kvlab.kernels.formats import Format
 from kvlab.kernels.hadamard import hadamard
@@ -73,15 +74,11 @@ class Fp8(Codec):
         return torch.tensor(self.exponents, dtype=torch.float32, device=like.device).exp2().view(-1, 1, 1)
 
     def encode(self, x: Float[Tensor, "N T D"]) -> Packed:
-        dtype = DTYPES[self.format]
-        limit = torch.finfo(dtype).max
         x = self._rotated(x)
         if self.scale == "static":
-            return {"codes": (x / self._static(x).to(x.dtype)).clamp(-limit, limit).to(dtype).view(torch.uint8)}
-        peak = x.abs().amax(-1, keepdim=True)
-        exponent = torch.where(peak > 0, (peak / limit).clamp_min(2.0**-120).log2().ceil(), 0.0).clamp(-120, 120)
-        codes = (x / exponent.exp2()).clamp(-limit, limit).to(dtype)
-        return {"codes": codes.view(torch.uint8), "exponent": exponent.to(torch.int8)}
+            return {"codes": fp8.quantize(x, self.format, self._static(x).to(x.dtype))}
+        exponent = fp8.token_exponents(x, self.format)
+        return {"codes": fp8.quantize(x, self.format, exponent.to(x.dtype).exp2()), "exponent": exponent}
 
     def clipped(self, x: Float[Tensor, "N T D"]) -> int:
         """How many values lie beyond the largest finite code, the rule being |x| / scale > max."""
