@@ -136,7 +136,7 @@ class LayerConfig:
             streams["mass"] = Stream(self.page_tokens, 1, torch.float32)
         if isinstance(self.reader, TopK):
             rows = self.page_tokens // self.reader.chunk
-            streams |= {f"k.{n}": Stream(rows, shape.key_dim, torch.float16) for n in self.reader.summaries}
+            streams |= {f"k.{n}": Stream(rows, shape.key_dim, torch.float16, True) for n in self.reader.summaries}
         return streams
 
     def nbytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvlab.codecs.base import to_raw
 from kvlab.config import LayerConfig
 from kvlab.policies import Candidates
+from kvlab.selecting import summarise
 from kvlab.store import PageTable
 
 
@@ -32,12 +33,15 @@ def flush(config: LayerConfig, table: PageTable, leaving: Leaving, protected: in
     """
     stored, new = table.length, leaving.keys.shape[1]
     kept = config.keep(stored, new, protected, seen)
+    stand = min(table.counts)  # slots whose tokens stay where they are
     lengths = None
     if kept < stored + new:
         chosen, lengths = _select(config, table, leaving, kept)
         leaving = Leaving(*(None if x is None else _taken(x, chosen) for x in leaving))  # type: ignore[arg-type]
     if leaving.keys.shape[1]:
         table.append(encoded(config, leaving, raw), lengths)
+    # Where lengths are given, stored tokens moved too. Whole pages that go below take their summaries along.
+    summarise(config, table, raw, stand if lengths is None else 0)
     if table.length > kept:
         _evict_pages(config, table, kept)
 

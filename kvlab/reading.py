@@ -1,26 +1,72 @@
 """Reading: one attention call over what a row holds, encoded pages as they are and raw tokens beside them."""
 
+from typing import NamedTuple
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlab.centre import Centre, Places
 from kvlab.codecs import Packed
 from kvlab.config import LayerConfig
 from kvlab.kernels import attend as kernel
+from kvlab.selecting import Choice
 from kvlab.store import PageTable
 
 
+def pages(table: PageTable, choice: Choice | None = None) -> tuple[Packed, Packed]:
+    """Streams of K and of V, of all encoded tokens or of the chunks that the one query of `choice` reads."""
+    names = [name for name, stream in table.pool.layout.items() if name[:2] in ("k.", "v.") and not stream.derived]
+    if choice is None:
+        packed = table.gather(names)
+    else:
+        packed = table.take(choice.chunks[:, 0].long().clamp_min(0), choice.size, names)
+    split: tuple[Packed, Packed] = ({}, {})
+    for name, rows in packed.items():
+        split[name[0] == "v"][name[2:]] = rows
+    return split
+
+
+class KeyTerm(NamedTuple):
+    """What encoded keys lack in their logits because a centre was taken out: that centre, and where they stand."""
+
+    centre: Centre
+    places: Places
+    end: int  # past every position
+
+    def logits(self, q: Float[Tensor, "N R D"], slots: Tensor | None) -> Float[Tensor, "N R T"]:
+        """For scaled and folded queries, of everything stored or of the tokens in `slots` [N, T] of the table."""
+        places = self.places
+        if slots is not None:
+            at = slots.clamp_min(0)
+            places = at + places.start if isinstance(places, slice) else places.gather(1, at)
+        return self.centre.logits(q, places, self.end)
+
+
 class Reading:
-    """K and V of one attention call: encoded pages as they are, raw tokens and new ones side by side."""
+    """K and V of one attention call: encoded pages as they are, raw tokens and new ones side by side.
+
+    With a `choice`, one query gathers its chunks and nothing else; several, whose chunks differ, gather all and each
+    masks what it does not read.
+    """
 
     def __init__(
-        self, config: LayerConfig, table: PageTable, packed: tuple[Packed, Packed], raw: list[tuple[Tensor, Tensor]]
+        self,
+        config: LayerConfig,
+        table: PageTable,
+        raw: list[tuple[Tensor, Tensor]],
+        choice: Choice | None = None,
+        key_term: KeyTerm | None = None,
     ) -> None:
         """`raw` are K and V of sinks, window and new tokens, the new ones last."""
-        self.config, self.table = config, table
+        self.config, self.table, self.choice, self.key_term = config, table, choice, key_term
         self.dtype = torch.promote_types(raw[-1][0].dtype, torch.float32)
         self.n_new, self.length = raw[-1][0].shape[1], table.length
-        self.packed = packed if self.length else None
+        self.slots: Tensor | None = None  # where the gathered tokens lie in the table; None where they lie in order
+        if choice is not None and self.n_new == 1:
+            self.slots = choice.slots()
+            self.length = self.slots.shape[1]
+        self.packed = pages(table, None if self.slots is None else choice) if self.length else None
         self.k, self.v = (torch.cat([part[i].to(self.dtype) for part in raw], dim=1) for i in (0, 1))
 
     def probabilities(
@@ -30,7 +76,10 @@ class Reading:
         folded = kernel.fold_heads(q.to(self.dtype) * scale, self.k.shape[0])
         logits = folded @ self.k.mT
         if self.packed is not None:
-            logits = torch.cat([self.config.key.scores(folded, self.packed[0]), logits], dim=-1)
+            stored = self.config.key.scores(folded, self.packed[0])
+            if self.key_term is not None:
+                stored = stored + self.key_term.logits(folded, self.slots)
+            logits = torch.cat([stored, logits], dim=-1)
         forbidden = self._forbidden(q.shape[1], start, logits.shape[-1], q.device)
         return kernel.probabilities(logits, forbidden, softcap, sink_logits, q.shape[1])
 
@@ -41,12 +90,33 @@ class Reading:
             forbidden = torch.zeros(n_queries, columns, dtype=torch.bool, device=device)
             rank = torch.arange(self.n_new, device=device)
             forbidden[:, columns - self.n_new :] = rank > rank[start : start + n_queries].unsqueeze(1)
-        if self.table.ragged:
-            counts = torch.tensor(self.table.counts, device=device)
-            past = torch.zeros(len(counts), n_queries, columns, dtype=torch.bool, device=device)
-            past[..., : self.length] = (torch.arange(self.length, device=device) >= counts.unsqueeze(1)).unsqueeze(1)
+        hidden = self._hidden(slice(start, start + n_queries), device)
+        if hidden is not None:
+            past = torch.zeros(hidden.shape[0], n_queries, columns, dtype=torch.bool, device=device)
+            past[..., : self.length] = hidden
             forbidden = past if forbidden is None else past | forbidden
         return forbidden
+
+    def _hidden(self, queries: slice, device: torch.device) -> Bool[Tensor, "N Q T"] | None:
+        """Gathered slots that hold no token or are not chosen by a query; None when all may be read."""
+        chosen = self.choice is not None
+        if not self.table.ragged and not (chosen and (self.slots is None or self.table.length % self.choice.size)):  # type: ignore[union-attr]
+            return None
+        counts = torch.tensor(self.table.counts, device=device).unsqueeze(1)
+        slots = torch.arange(self.length, device=device) if self.slots is None else self.slots
+        hidden = ((slots >= counts) | (slots < 0)).unsqueeze(1)
+        if self.choice is None or self.slots is not None:
+            return hidden
+        return hidden | ~self.choice.allowed(queries, self.length)
+
+    def spread(self, mass: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+        """Mass of what was read, as columns of everything stored | sinks | window | new; zero for what was not."""
+        if self.slots is None:
+            return mass
+        stored = mass.new_zeros(mass.shape[0], self.table.length)
+        at = self.slots.clamp(0, self.table.length - 1)
+        stored = stored.scatter_add(1, at, mass[:, : self.length])
+        return torch.cat([stored, mass[:, self.length :]], dim=1)
 
     def mix(self, probs: Float[Tensor, "N R T"]) -> Float[Tensor, "N R D"]:
         """Probability-weighted values."""

@@ -6,20 +6,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlab.centre import Centre, Places, positions_of
 from kvlab.codecs.base import Packed, to_raw
 from kvlab.config import LayerConfig, Occupancy
 from kvlab.evicting import Leaving, flush
 from kvlab.kernels import attend as kernel
 from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
-from kvlab.reading import Reading
+from kvlab.reading import KeyTerm, Reading, pages
+from kvlab.selecting import Choice, Remembered, all_read, choose
 from kvlab.store import PagePool, PageTable
 
 
 class Row:
     """Token order, and so causality, is the order tokens arrived in: sinks, then pages by position, then the window."""
 
-    def __init__(self, config: LayerConfig, pool: PagePool, kv_heads: int, raw: torch.dtype) -> None:
-        self.config = config
+    def __init__(
+        self, config: LayerConfig, pool: PagePool, kv_heads: int, raw: torch.dtype, centre: Centre | None = None
+    ) -> None:
+        if (centre is None) != (config.centring == "none"):
+            raise ValueError(f"centring {config.centring!r} takes {'a' if centre is None else 'no'} centre of the keys")
+        self.config, self.centre = config, centre
         self.raw = raw
         self.table = PageTable(pool, kv_heads)
         self.seen = 0
@@ -27,6 +33,8 @@ class Row:
         self._window: tuple[Tensor, Tensor] | None = None  # preallocated; the first `n_window` tokens are real
         self._mass: Tensor | None = None
         self.n_window = 0
+        self._choice: Choice | None = None  # of the forward being served
+        self._remembered: Remembered | None = None  # what the last block of queries read, while the pages stand
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -66,9 +74,9 @@ class Row:
 
     def copy(self) -> "Row":
         """The same sequence, sharing no storage but the pool's growth."""
-        twin = Row(self.config, self.table.pool, len(self.table.pages), self.raw)
+        twin = Row(self.config, self.table.pool, len(self.table.pages), self.raw, self.centre)
         twin.table = self.table.copy()
-        twin.seen, twin.n_window = self.seen, self.n_window
+        twin.seen, twin.n_window, twin._remembered = self.seen, self.n_window, self._remembered
         twin.sinks = self.sinks and (self.sinks[0].clone(), self.sinks[1].clone())
         twin._window = self._window and (self._window[0].clone(), self._window[1].clone())
         twin._mass = None if self._mass is None else self._mass.clone()
@@ -80,7 +88,7 @@ class Row:
         rows = []
         for start in range(0, len(self.table.pages), per_part):
             heads = slice(start, start + per_part)
-            row = Row(self.config, self.table.pool, per_part, self.raw)
+            row = Row(self.config, self.table.pool, per_part, self.raw, self.centre and self.centre.heads(heads))
             row.table = self.table.heads(heads)
             row.seen, row.n_window = self.seen, self.n_window
             row.sinks = self.sinks and (self.sinks[0][heads], self.sinks[1][heads])
@@ -101,29 +109,30 @@ class Row:
 
     def pages(self) -> tuple[Packed, Packed]:
         """Streams of K and of V for all encoded tokens."""
-        packed = self.table.gather()
-        split = ({}, {})
-        for name, rows in packed.items():
-            if name[:2] in ("k.", "v."):
-                split[name[0] == "v"][name[2:]] = rows
-        return split
+        return pages(self.table)
+
+    def places(self) -> Places:
+        """Where the encoded tokens stand, in the columns of `pages`. Columns past a head's count mean nothing."""
+        if "position" in self.table.pool.layout and self.table.length:
+            return self.table.gather(["position"])["position"][..., 0].long().clamp(0, self.seen - 1)
+        return slice(self.n_sinks, self.n_sinks + self.table.length)
 
     def positions(self) -> Int[Tensor, "N T"]:
-        """Positions of the encoded tokens, ascending. Heads must hold equal counts."""
-        count = self.table.counts[0]
-        if "position" in self.table.pool.layout and count:
-            return self.table.gather(["position"])["position"][:, :count, 0].long()
-        device = self.table._device
-        return (torch.arange(count, device=device) + self.n_sinks).expand(len(self.table.pages), -1)
+        """Positions of the encoded tokens, ascending. Columns past a head's count mean nothing."""
+        return positions_of(self.places(), len(self.table.pages), self.table.device)
+
+    def encoded_keys(self, key_dim: int, dtype: torch.dtype) -> Float[Tensor, "N T D"]:
+        """Keys of all encoded tokens as they read back, the centre put back."""
+        keys = self.config.key.decode(self.pages()[0], key_dim, dtype)[:, : self.table.length]
+        return keys if self.centre is None else self.centre.put_back(keys, self.places(), self.seen)
 
     def dense(self, dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
         """Everything held, decoded, in token order: [N, kept, D] for K and V."""
         parts: list[tuple[Tensor, Tensor]] = [self.sinks] if self.sinks else []
         count = self.table.counts[0]
         if count:
-            k, v = self.pages()
-            keys = self.config.key.decode(k, key_dim, dtype)[:, :count]
-            parts.append((keys, self.config.value.decode(v, value_dim, dtype)[:, :count]))
+            values = self.config.value.decode(self.pages()[1], value_dim, dtype)[:, :count]
+            parts.append((self.encoded_keys(key_dim, dtype)[:, :count], values))
         if self._window is not None:
             parts.append((self._window[0][:, : self.n_window], self._window[1][:, : self.n_window]))
         return tuple(torch.cat([p[i].to(dtype) for p in parts], dim=1) for i in (0, 1))  # type: ignore[return-value]
@@ -144,23 +153,35 @@ class Row:
 
         The mass is [N, stored + sinks + window + Q], in that column order.
         """
-        n_queries = q.shape[1]
+        n_queries, scorer = q.shape[1], self.config.scorer
         tracked = observe and self.config.tracks_mass
-        weights = self.config.scorer.query_weights(n_queries).to(q.device) if tracked else None
+        weights = scorer.query_weights(n_queries).to(q.device) if tracked and not scorer.reads_selection else None
         if self.seen == 0:
             out = attend_prompt(q, k, v, scale, softcap, sink_logits)
+            if tracked and weights is None:
+                return out, all_read(*k.shape[:2], n_queries - 1, k.device)
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
+        choice = choose(self.config, self.table, q, self.seen, self._remembered)
+        if observe:
+            self._choice = choice
         out, mass = [], None
         columns = self.table.length + self.n_sinks + self.n_window + n_queries
         raw = [(part[0], part[1]) for part in (self.sinks, self.window(), (k, v)) if part]
-        reading = Reading(self.config, self.table, self.pages(), raw)
+        reading = Reading(self.config, self.table, raw, choice, self._key_term())
         for part in query_blocks(n_queries, q.shape[0] * columns):
             probs = reading.probabilities(q[:, part], part.start, scale, softcap, sink_logits)
             out.append(kernel.unfold_heads(reading.mix(probs), q.shape[0]))
             if weights is not None:
-                seen = kernel.attention_mass(probs, weights[part])
+                seen = reading.spread(kernel.attention_mass(probs, weights[part]))
                 mass = seen if mass is None else mass + seen
+        if tracked and weights is None:
+            mass = all_read(k.shape[0], columns, self.seen + n_queries - 1, k.device)
+            if choice is not None:
+                mass[:, : self.table.length] = choice.last_read(self.seen, self.table.length)
         return torch.cat(out, dim=1).to(q.dtype), mass
+
+    def _key_term(self) -> KeyTerm | None:
+        return None if self.centre is None else KeyTerm(self.centre, self.places(), self.seen)
 
     # -- evict and encode --------------------------------------------------------------------------------------------
 
@@ -173,6 +194,7 @@ class Row:
         k, v, mass = k.detach(), v.detach(), None if mass is None else mass.detach()
         new_mass = self._fold_mass(mass, n_new)
         self.seen += n_new
+        self._remembered, self._choice = None if self._choice is None else self._choice.last, None
         filled = min(self.config.sink_tokens - self.n_sinks, n_new)
         if filled:
             head = tuple(to_raw(x[:, :filled], self.raw) for x in (k, v))
@@ -189,6 +211,7 @@ class Row:
         keys, values = (self._joined(i, x) for i, x in enumerate((k, v)))
         joined = None if new_mass is None else torch.cat([self._window_mass(), new_mass], dim=1)
         self.n_window = 0
+        self._remembered = None  # chunks are about to move
         self._extend(keys[:, flushed:], values[:, flushed:], None if joined is None else joined[:, flushed:])
         self._flush(keys[:, :flushed], values[:, :flushed], None if joined is None else joined[:, :flushed])
 
@@ -198,15 +221,14 @@ class Row:
             return None
         if mass is None:
             raise ValueError("this config tracks attention mass: commit needs what attend or a snapshot observed")
-        carry = self.config.scorer.carry(n_new)
-        stored = self.table.length
+        fold, stored = self.config.scorer.fold, self.table.length
         if stored:
             old = self.table.gather(["mass"])["mass"][..., 0]
-            self.table.write("mass", (old * carry + mass[:, :stored]).unsqueeze(-1))
+            self.table.write("mass", fold(old, mass[:, :stored], n_new).unsqueeze(-1))
         if self._mass is not None and self.n_window:
             at = stored + self.n_sinks
-            self._mass[:, : self.n_window] *= carry
-            self._mass[:, : self.n_window] += mass[:, at : at + self.n_window]
+            window = self._mass[:, : self.n_window]
+            window.copy_(fold(window, mass[:, at : at + self.n_window], n_new))
         return mass[:, mass.shape[1] - n_new :].float()
 
     def _window_mass(self) -> Tensor:
@@ -238,9 +260,8 @@ class Row:
         new = k.shape[1]
         first = self.seen - self.n_window - new
         positions = torch.arange(first, first + new, device=k.device).expand(k.shape[0], -1)
-        flush(
-            self.config, self.table, Leaving(k, v, positions, mass), self.n_sinks + self.n_window, self.seen, self.raw
-        )
+        leaving, protected = Leaving(k, v, positions, mass), self.n_sinks + self.n_window
+        flush(self.config, self.table, leaving, protected, self.seen, self.raw, self.centre)
 
 
 def _placed(buffer: Tensor, new: Tensor, at: int, room: int) -> Tensor:

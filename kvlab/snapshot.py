@@ -29,6 +29,7 @@ from kvlab.config import KVConfig, LayerConfig, LayerShape
 from kvlab.kernels.prompt import attend_prompt, prompt_mass
 from kvlab.policies import Scorer
 from kvlab.row import Row
+from kvlab.selecting import all_read
 
 SCHEMA = 1
 
@@ -136,7 +137,9 @@ class _RecordingLayer(CacheLayerMixin):
         for b, length in enumerate(self.lengths):
             q_b, k_b = q[b][:, :length], k[b][:, :length]
             masses = [
-                prompt_mass(q_b, k_b, scale, s.query_weights(length).to(q.device), softcap, sink_logits)
+                all_read(k.shape[1], length, length - 1, k.device)
+                if s.reads_selection
+                else prompt_mass(q_b, k_b, scale, s.query_weights(length).to(q.device), softcap, sink_logits)
                 for s in self.scorers
             ]
             self.kept.append((k_b, v[b][:, :length], masses))

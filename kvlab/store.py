@@ -4,7 +4,7 @@ A page holds P tokens of one head: every stream of the K and V codecs, positions
 Heads may hold different numbers of tokens. The store moves bytes; it does not know what they mean.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from jaxtyping import Int
@@ -95,7 +95,7 @@ class PageTable:
         if self._index is None:
             longest = max(len(p) for p in self.pages)
             padded = [p + [0] * (longest - len(p)) for p in self.pages]
-            self._index = torch.tensor(padded, dtype=torch.long, device=self._device)
+            self._index = torch.tensor(padded, dtype=torch.long, device=self.device)
         return self._index
 
     def _run(self) -> slice | None:
@@ -107,7 +107,7 @@ class PageTable:
         return None
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(iter(self.pool.streams.values())).device
 
     def append(self, packed: Mapping[str, Tensor], lengths: list[int] | None = None) -> None:
@@ -136,13 +136,13 @@ class PageTable:
             return
         per_page = stream.shape[1]
         flat_stream = stream.view(-1, stream.shape[2])
-        order = torch.arange(rows.shape[1], device=self._device)
+        order = torch.arange(rows.shape[1], device=self.device)
         if len(set(start)) == 1 and len(set(lengths)) == 1:
-            at = order[: lengths[0] * per_page // page] + start[0] * per_page // page
+            at = order[: -(-lengths[0] * per_page // page)] + start[0] * per_page // page
             flat_stream[index[:, at // per_page] * per_page + at % per_page] = rows[:, : len(at)].to(stream.dtype)
             return
         first, count = (
-            torch.tensor([x * per_page // page for x in xs], device=self._device).unsqueeze(1)
+            torch.tensor([-(-x * per_page // page) for x in xs], device=self.device).unsqueeze(1)
             for xs in (start, lengths)
         )
         real = order < count
@@ -165,19 +165,33 @@ class PageTable:
             gathered[name] = pages.flatten(1, 2)[:, : -(-self.length * stream.shape[1] // page)]
         return gathered
 
-    def write(self, name: str, rows: Tensor) -> None:
-        """Replace one stream, in the shape `gather` returns."""
-        self._place(name, rows, [0] * len(self.pages), self.counts)
+    def take(self, chunks: Int[Tensor, "N K"], tokens: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Streams of some chunks of `tokens` tokens each, as [N, K * tokens * rows / P, width], to be read only.
+
+        `tokens` divides P. Any slot of a page may be asked for; those that hold no token mean nothing.
+        """
+        parts = self.pool.page_tokens // tokens
+        at = self.index().gather(1, chunks // parts) * parts + chunks % parts
+        taken = {}
+        for name in names:
+            stream = self.pool.streams[name]
+            taken[name] = stream.view(-1, stream.shape[1] // parts, stream.shape[2])[at].flatten(1, 2)
+        return taken
+
+    def write(self, name: str, rows: Tensor, start: int = 0) -> None:
+        """Replace one stream from token `start` of every head on, in the shape `gather` returns."""
+        begin = [min(start, count) for count in self.counts]
+        self._place(name, rows, begin, [count - first for count, first in zip(self.counts, begin, strict=True)])
 
     def keep(self, kept: Int[Tensor, "N K"], unit_tokens: int = 1, lengths: list[int] | None = None) -> None:
         """Keep only `kept` (ascending), moving codes without re-rounding, and free the rest.
 
         An index stands for one token, or for a whole page where `unit_tokens` is P. `lengths[n]` says how many of head
-        n's indices count, all of them by default.
+        n's indices count, all of them by default. Derived streams follow whole pages only.
         """
         per_page = self.pool.page_tokens // unit_tokens
         moved = {}
-        for name, rows in self.gather().items():
+        for name, rows in self.gather([n for n, s in self.pool.layout.items() if not s.derived or per_page == 1]).items():
             grouped = rows.unflatten(1, (-1, self.pool.layout[name].rows // per_page))
             index = kept[..., None, None].expand(-1, -1, *grouped.shape[2:])
             moved[name] = grouped.gather(1, index).flatten(1, 2)

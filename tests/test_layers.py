@@ -21,6 +21,7 @@ FLOORS: dict[str, float] = {
     "store": 1.5,
     "config": 2,
     "vocabulary": 2.5,
+    "selecting": 2.55,
     "evicting": 2.6,
     "reading": 2.6,
     "row": 2.7,

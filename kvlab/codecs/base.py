@@ -17,11 +17,15 @@ Packed = dict[str, Tensor]
 
 
 class Stream(NamedTuple):
-    """One tensor of a page: `rows` rows of `width` elements for every P tokens."""
+    """One tensor of a page: `rows` rows of `width` elements for every P tokens.
+
+    A `derived` one sums up others: it is not moved with single tokens but written again.
+    """
 
     rows: int
     width: int
     dtype: torch.dtype
+    derived: bool = False
 
     @property
     def page_bytes(self) -> int:
