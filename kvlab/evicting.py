@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from kvlab.centre import Centre
 from kvlab.codecs.base import to_raw
 from kvlab.config import LayerConfig
 from kvlab.policies import Candidates
@@ -26,7 +27,15 @@ class Leaving(NamedTuple):
     mass: Float[Tensor, "N T"] | None
 
 
-def flush(config: LayerConfig, table: PageTable, leaving: Leaving, protected: int, seen: int, raw: torch.dtype) -> None:
+def flush(
+    config: LayerConfig,
+    table: PageTable,
+    leaving: Leaving,
+    protected: int,
+    seen: int,
+    raw: torch.dtype,
+    centre: Centre | None = None,
+) -> None:
     """Evict among stored and leaving tokens, then encode those that stay.
 
     `protected` counts the sinks and recent tokens beside them, `seen` every token of the sequence so far.
@@ -39,16 +48,17 @@ def flush(config: LayerConfig, table: PageTable, leaving: Leaving, protected: in
         chosen, lengths = _select(config, table, leaving, kept)
         leaving = Leaving(*(None if x is None else _taken(x, chosen) for x in leaving))  # type: ignore[arg-type]
     if leaving.keys.shape[1]:
-        table.append(encoded(config, leaving, raw), lengths)
+        table.append(encoded(config, leaving, raw, centre), lengths)
     # Where lengths are given, stored tokens moved too. Whole pages that go below take their summaries along.
     summarise(config, table, raw, stand if lengths is None else 0)
     if table.length > kept:
         _evict_pages(config, table, kept)
 
 
-def encoded(config: LayerConfig, tokens: Leaving, raw: torch.dtype) -> dict[str, Tensor]:
+def encoded(config: LayerConfig, tokens: Leaving, raw: torch.dtype, centre: Centre | None = None) -> dict[str, Tensor]:
     """Every stream of `tokens`, as pages hold them."""
-    packed = {f"k.{name}": x for name, x in config.key.encode(tokens.keys).items()}
+    keys = tokens.keys if centre is None else centre.take_out(tokens.keys, tokens.positions)
+    packed = {f"k.{name}": x for name, x in config.key.encode(keys).items()}
     packed |= {f"v.{name}": x for name, x in config.value.encode(tokens.values).items()}
     packed = {name: to_raw(x, raw) if name.endswith(".data") else x for name, x in packed.items()}
     if config.budget.evicts:

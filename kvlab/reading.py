@@ -34,11 +34,15 @@ class KeyTerm(NamedTuple):
     places: Places
     end: int  # past every position
 
+    @property
+    def length(self) -> int:
+        return self.places.stop - self.places.start if isinstance(self.places, slice) else self.places.shape[1]
+
     def logits(self, q: Float[Tensor, "N R D"], slots: Tensor | None) -> Float[Tensor, "N R T"]:
         """For scaled and folded queries, of everything stored or of the tokens in `slots` [N, T] of the table."""
         places = self.places
         if slots is not None:
-            at = slots.clamp_min(0)
+            at = slots.clamp(0, self.length - 1)
             places = at + places.start if isinstance(places, slice) else places.gather(1, at)
         return self.centre.logits(q, places, self.end)
 

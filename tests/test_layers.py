@@ -19,6 +19,7 @@ FLOORS: dict[str, float] = {
     "codecs": 1,
     "policies": 1,
     "store": 1.5,
+    "centre": 1.5,
     "config": 2,
     "vocabulary": 2.5,
     "selecting": 2.55,

@@ -1,0 +1,83 @@
+"""Centre: the constant part of one layer's keys, taken out before they are encoded and put back when they are read.
+
+Keys arrive after RoPE, so the constant mu turns with the position: what is stored is K - R_p(mu), and a logit is
+q . (K - R_p(mu)) + q . R_p(mu). The second term needs no stored bytes and is exact for any mu; a good mu only makes the
+rest small. Where mu comes from is for centring.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from kvlab.kernels.rope import Rotary
+
+# Where tokens stand: one run of positions for every head, or positions [N, T] where heads differ.
+Places = slice | Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Centre:
+    """`mu` [N, D] is the constant of each KV head before RoPE, as a key at position 0 would show it."""
+
+    mu: Tensor
+    rotary: Rotary
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of mu: once for a model, not for a sequence."""
+        return self.mu.numel() * self.mu.element_size()
+
+    def heads(self, which: slice) -> "Centre":
+        """The same for some of the heads."""
+        return Centre(self.mu[which], self.rotary)
+
+    def term(self, places: Places, end: int | None, dtype: torch.dtype) -> Float[Tensor, "N T D"]:
+        """R_p(mu) for every head and position. `end` lies past every position; None has it looked up."""
+        return self.rotary.turn(self.mu.to(dtype).unsqueeze(1), self._rows(places, end, dtype))
+
+    def take_out(self, keys: Float[Tensor, "N T D"], places: Places, end: int | None = None) -> Float[Tensor, "N T D"]:
+        """What is encoded of `keys`, in float32 at least."""
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        return keys.to(wide) - self.term(places, end, wide)
+
+    def put_back(self, rest: Float[Tensor, "N T D"], places: Places, end: int | None = None) -> Float[Tensor, "N T D"]:
+        """Keys from what was decoded; computed in float32 at least, same dtype out."""
+        wide = torch.promote_types(rest.dtype, torch.float32)
+        return (rest.to(wide) + self.term(places, end, wide)).to(rest.dtype)
+
+    def logits(self, q: Float[Tensor, "N R D"], places: Places, end: int) -> Float[Tensor, "N R T"]:
+        """q . R_p(mu), without ever forming R_p(mu)."""
+        drift = self.rotary.drift(q, self.mu)
+        if isinstance(places, slice) or 4 * places.shape[1] < end:
+            return drift @ self._rows(places, end, q.dtype).mT
+        # Few tokens were evicted: all positions in one product, then a pick, moves less than a row of angles for each.
+        every = drift @ self.rotary.table(end, q.dtype).mT
+        return every.gather(2, places.unsqueeze(1).expand(-1, q.shape[1], -1))
+
+    def _rows(self, places: Places, end: int | None, dtype: torch.dtype) -> Shaped[Tensor, "*N T D"]:
+        if end is None:
+            end = places.stop if isinstance(places, slice) else int(places.max()) + 1
+        return self.rotary.table(end, dtype)[places]
+
+
+def joined(centres: Sequence[Centre | None]) -> Centre | None:
+    """The heads of several layers side by side; None where none is centred.
+
+    Raises ValueError when some are and some are not, or when they turn differently.
+    """
+    known = [c for c in centres if c is not None]
+    if not known:
+        return None
+    if len(known) < len(centres) or any(c.rotary is not known[0].rotary for c in known):
+        raise ValueError("layers can be joined only where all are centred, with one rotary embedding")
+    return Centre(torch.cat([c.mu for c in known]), known[0].rotary)
+
+
+def positions_of(places: Places, heads: int, device: torch.device) -> Int[Tensor, "N T"]:
+    """`places` written out for every head."""
+    if isinstance(places, slice):
+        return torch.arange(places.start, places.stop, device=device).expand(heads, -1)
+    return places
