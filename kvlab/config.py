@@ -12,13 +12,15 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction as Ratio
 from typing import Any, Literal, NamedTuple, get_args
 
 import tomli_w
 import torch
 
 from kvlab.codecs import CODECS, Affine, Codec, Raw, Stream
-from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Dense, Reader, Recency, Scorer, TopK, Unlimited
+from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Dense, Evicting, Reader, Recency, Scorer, TopK, Unlimited
+from kvlab.policies.base import Scope, exact
 
 RAW_DTYPES = {
     "float64": torch.float64,
@@ -62,7 +64,11 @@ class ModelShape:
 
 
 class Occupancy(NamedTuple):
-    """Tokens one KV head holds: raw sinks, raw recent window, encoded tokens."""
+    """Tokens one KV head holds: raw sinks, raw recent window, encoded tokens.
+
+    Where heads share a budget, nobody knows beforehand how many encoded tokens each gets: a predicted occupancy then
+    counts in `stored` those of all heads that share.
+    """
 
     sinks: int
     window: int
@@ -86,11 +92,27 @@ class LayerConfig:
     sink_tokens: int
     recent_tokens: int
     page_tokens: int
+    share: Ratio = Ratio(1)  # of an even budget, by depth
 
     @property
     def block_tokens(self) -> int:
         """Tokens that must be encoded together."""
         return max(self.key.block_tokens, self.value.block_tokens)
+
+    @property
+    def scope(self) -> Scope:
+        """Which heads share a budget."""
+        return self.budget.scope if isinstance(self.budget, Evicting) else "head"
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads may hold different numbers of tokens."""
+        return self.scope != "head"
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that leave the window together, and stay by so many: whole pages where heads share a budget."""
+        return self.page_tokens if self.ragged else self.block_tokens
 
     @property
     def tracks_mass(self) -> bool:
@@ -102,19 +124,39 @@ class LayerConfig:
         A forward of several tokens settles the window to its size; single steps settle it page by page.
         """
         overflow = window - self.recent_tokens
-        unit = self.page_tokens if new_tokens == 1 else self.block_tokens
+        unit = self.page_tokens if new_tokens == 1 else self.unit_tokens
         return max(0, overflow) // unit * unit
 
-    def keep(self, stored: int, new: int, protected: int, seen: int) -> int:
-        """Encoded tokens that stay after a flush, whole pages where a codec needs them."""
-        kept = self.budget.keep(stored, new, protected, seen)
-        if self.block_tokens == 1:
-            return kept
-        whole = kept // self.block_tokens * self.block_tokens
-        return whole if whole or protected else min(self.block_tokens, stored + new)
+    def keep(self, stored: int, new: int, protected: int, seen: int, heads: int = 1) -> int:
+        """Encoded tokens that stay after a flush, whole pages where codec or scope needs them.
 
-    def occupancy(self, prefill: int, decoded: int = 0) -> Occupancy:
-        """What one head holds after a forward of `prefill` tokens and `decoded` single steps."""
+        `heads` share the budget: they hold `stored` tokens between them, and `new` more have just left the window of
+        each. Which of them stay is the scorer's business; how many is decided here, whatever the data.
+        """
+        kept = self.budget.keep(stored, heads * new, protected, seen, heads, self.share)
+        unit = self.unit_tokens
+        if unit == 1:
+            return kept
+        return max(kept // unit * unit, min(heads * unit * self.secures(stored, protected), stored + heads * new))
+
+    def secures(self, stored: int, protected: int) -> bool:
+        """Whether this flush must leave every head an encoded token.
+
+        Without a raw token a head needs one to read; a budget that never looks back gives it one at the first flush.
+        """
+        return not protected or (self.ragged and not self.budget.revisits and not stored)
+
+    def floor_pages(self, pages: int, heads: int, secures: bool) -> int:
+        """Of the `pages` that `heads` heads share, how many each gets before scores decide."""
+        assert isinstance(self.budget, Evicting)
+        return max(math.floor(exact(self.budget.floor) * pages / heads), int(secures))
+
+    def occupancy(self, prefill: int, decoded: int = 0, heads: int = 1) -> Occupancy:
+        """What one head holds after a forward of `prefill` tokens and `decoded` single steps.
+
+        With a budget that `heads` heads share, `stored` is what they hold between them.
+        """
+        heads = heads if self.ragged else 1
         sinks = window = stored = seen = 0
         for step in itertools.chain([prefill] if prefill else [], itertools.repeat(1, decoded)):
             seen += step
@@ -123,7 +165,7 @@ class LayerConfig:
             flushed = self.flush_tokens(window, step)
             if flushed:
                 window -= flushed
-                stored = self.keep(stored, flushed, sinks + window, seen)
+                stored = self.keep(stored, flushed, sinks + window, seen, heads)
         return Occupancy(sinks, window, stored)
 
     def streams(self, shape: LayerShape, raw: torch.dtype) -> dict[str, Stream]:
@@ -139,13 +181,17 @@ class LayerConfig:
             streams |= {f"k.{n}": Stream(rows, shape.key_dim, torch.float16, True) for n in self.reader.summaries}
         return streams
 
-    def nbytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy) -> int:
-        """Bytes one sequence holds in one layer: whole pages, raw tokens, and the mass of raw recent tokens."""
+    def nbytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy, layers: int = 1) -> int:
+        """Bytes one sequence holds in one layer: whole pages, raw tokens, and the mass of raw recent tokens.
+
+        Where heads share a budget, `held` is what all heads of `layers` layers hold, and so are the bytes.
+        """
+        heads = shape.kv_heads * layers
         page = sum(s.page_bytes for s in self.streams(shape, raw).values())
         per_raw = (shape.key_dim + shape.value_dim) * raw.itemsize
         mass = held.window * torch.float32.itemsize if self.tracks_mass else 0
-        pages = -(-held.stored // self.page_tokens)
-        return shape.kv_heads * (pages * page + (held.sinks + held.window) * per_raw + mass)
+        pages = -(-held.stored // self.page_tokens) * (1 if self.ragged else heads)
+        return pages * page + heads * ((held.sinks + held.window) * per_raw + mass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +266,10 @@ class KVConfig:
                     f"{self.page_tokens}: set page_tokens={codec.block_tokens}"
                 )
 
-    def at(self, layer: int, rank: int | None = None) -> LayerConfig:
+    def at(self, layer: int, rank: int | None = None, of: int = 1) -> LayerConfig:
         """This config as one layer follows it, overrides applied.
 
-        `rank` is the layer's place among those that are compressed, by default its index: see `layers`.
+        `rank` is the layer's place among the `of` that are compressed, by default its index: see `layers`.
         """
         key, value = next(((k, v) for i, k, v in self.overrides if i == layer), (self.key, self.value))
         reads_all = isinstance(self.reader, TopK) and (layer if rank is None else rank) < self.reader.dense_layers
@@ -237,11 +283,13 @@ class KVConfig:
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
             page_tokens=self.page_tokens,
+            share=self.budget.share(rank or 0, of) if isinstance(self.budget, Evicting) else Ratio(1),
         )
 
     def layers(self, compressed: Iterable[int]) -> dict[int, LayerConfig]:
         """What each of the compressed layers follows, in their order."""
-        return {layer: self.at(layer, rank) for rank, layer in enumerate(compressed)}
+        chosen = list(compressed)
+        return {layer: self.at(layer, rank, len(chosen)) for rank, layer in enumerate(chosen)}
 
     def check(self, shape: ModelShape) -> None:
         """Raise ValueError when this config cannot run on such a model, naming the layer, the value and the rule."""
@@ -261,6 +309,30 @@ class KVConfig:
                     codec.check(dim, s.kv_heads, self.page_tokens)
                 except ValueError as error:
                     raise ValueError(f"layer {i}, {stream} as {codec.label}: {error}") from None
+        self._check_pooled(shape)
+
+    def _check_pooled(self, shape: ModelShape) -> None:
+        """Layers that share one budget are stored as the heads of one long row: they must be alike in everything."""
+        layers = self.layers(shape.compressed)
+        first, *rest = layers
+        if layers[first].scope != "model":
+            return
+        for stream, codec in (("K", self.key), ("V", self.value)):
+            if codec.per_head:
+                raise ValueError(
+                    f"budget scope 'model' joins the heads of all layers, and {stream} as {codec.label} has settings for "
+                    "each head of one layer: use scope 'layer', or one setting for all heads"
+                )
+        for i in rest:
+            for what, ours, theirs in (
+                ("heads", shape.layers[first], shape.layers[i]),
+                ("settings", layers[first], layers[i]),
+            ):
+                if ours != theirs:
+                    raise ValueError(
+                        f"budget scope 'model' needs the same {what} in every compressed layer, got {ours} in layer "
+                        f"{first} and {theirs} in layer {i}: use scope 'layer'"
+                    )
 
     def raw(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of uncompressed tokens on a model of `model_dtype`."""
@@ -272,17 +344,22 @@ class KVConfig:
         Equal to `KVCache.nbytes`; layers that keep a sliding window count what transformers keeps there.
         """
         total, raw = 0, self.raw(shape.dtype)
-        held_by_rule: dict[LayerConfig, Occupancy] = {}
-        layers = self.layers(shape.compressed)
-        for i, s in enumerate(shape.layers):
+        for s in shape.layers:
             if s.window is not None:
                 tokens = min(prefill + decoded, s.window - 1)
                 total += tokens * s.kv_heads * (s.key_dim + s.value_dim) * shape.dtype.itemsize
-                continue
-            layer = layers[i]
-            held = held_by_rule.setdefault(layer, layer.occupancy(prefill, decoded))
-            total += layer.nbytes(s, raw, held)
+        held_by_rule: dict[tuple[LayerConfig, int], Occupancy] = {}
+        for layer, s, count in self._budgeted(shape):
+            heads = s.kv_heads * count
+            if (layer, heads) not in held_by_rule:
+                held_by_rule[layer, heads] = layer.occupancy(prefill, decoded, heads)
+            total += layer.nbytes(s, raw, held_by_rule[layer, heads], count)
         return total
+
+    def _budgeted(self, shape: ModelShape) -> list[tuple[LayerConfig, LayerShape, int]]:
+        """Compressed layers, and how many of them share a budget: each for itself, but in scope "model"."""
+        layers = [(layer, shape.layers[i], 1) for i, layer in self.layers(shape.compressed).items()]
+        return [(*layers[0][:2], len(layers))] if layers and layers[0][0].scope == "model" else layers
 
     def effective_bits(self, shape: ModelShape, tokens: int) -> float:
         """Stored bits per K or V element ever seen, everything included, for a prompt of `tokens`; 16 is raw."""

@@ -1,8 +1,10 @@
 """F1: which tokens are kept, and which of those are read. One scorer per file, and one line in SCORERS."""
 
 from kvlab.policies.attention_mass import AttentionMass
-from kvlab.policies.base import Budget, Candidates, Scorer
+from kvlab.policies.base import Budget, Candidates, Evicting, Scorer
 from kvlab.policies.budgets import Fraction, Threshold, Tokens, Unlimited
+from kvlab.policies.key_diff import KeyDiff
+from kvlab.policies.key_norm import KeyNorm
 from kvlab.policies.last_selected import LastSelected
 from kvlab.policies.readers import Dense, Reader, TopK
 from kvlab.policies.recency import Recency
@@ -12,6 +14,8 @@ SCORERS: dict[str, type[Scorer]] = {
     "recency": Recency,
     "attention_mass": AttentionMass,
     "window_attention": WindowAttention,
+    "key_norm": KeyNorm,
+    "key_diff": KeyDiff,
     "last_selected": LastSelected,
 }
 BUDGETS: dict[str, type[Budget]] = {
@@ -30,7 +34,10 @@ __all__ = [
     "Budget",
     "Candidates",
     "Dense",
+    "Evicting",
     "Fraction",
+    "KeyDiff",
+    "KeyNorm",
     "LastSelected",
     "Reader",
     "Recency",

@@ -14,13 +14,15 @@ class AttentionMass(Scorer):
     """Score = sum over all queries of decay**age times the attention paid to the token.
 
     Every query of a forward counts, the prompt's own included, so a question inside the prompt steers what is kept;
-    asked after compression it cannot. decay 1 is H2O itself.
+    asked after compression it cannot. decay 1 is H2O itself; `value_norm` multiplies by ||v||, what the token
+    can add to an output. Query-aware.
     """
 
     kind: ClassVar[str] = "attention_mass"
     stateful: ClassVar[bool] = True
     query_agnostic: ClassVar[bool] = False
     decay: float = 1.0
+    value_norm: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -28,7 +30,11 @@ class AttentionMass(Scorer):
 
     @property
     def label(self) -> str:
-        return "h2o" + (f" d{self.decay:g}" if self.decay != 1 else "")
+        return "h2o" + (f" d{self.decay:g}" if self.decay != 1 else "") + " |v|" * self.value_norm
+
+    @property
+    def reads_values(self) -> bool:
+        return self.value_norm
 
     def query_weights(self, n_queries: int) -> Tensor:
         return self.decay ** torch.arange(n_queries - 1, -1, -1, dtype=torch.float64)
@@ -38,4 +44,4 @@ class AttentionMass(Scorer):
 
     def score(self, candidates: Candidates) -> Tensor:
         assert candidates.mass is not None
-        return candidates.mass
+        return candidates.mass * candidates.value_norms if self.value_norm else candidates.mass

@@ -15,7 +15,8 @@ class WindowAttention(Scorer):
     """Score = mean attention of the last `window` queries, average-pooled over `pool` candidates.
 
     A prompt of at least `window` tokens gives SnapKV's own score. While decoding, each query replaces 1/window of the
-    mean, an exponential window, so that no past query needs to be stored.
+    mean, an exponential window, so that no past query needs to be stored. `value_norm` weighs the pooled mean by ||v||.
+    Query-aware.
     """
 
     kind: ClassVar[str] = "window_attention"
@@ -23,6 +24,7 @@ class WindowAttention(Scorer):
     query_agnostic: ClassVar[bool] = False
     window: int = 32
     pool: int = 5
+    value_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -32,7 +34,11 @@ class WindowAttention(Scorer):
 
     @property
     def label(self) -> str:
-        return f"snapkv w{self.window}" + (f" p{self.pool}" if self.pool != 5 else "")
+        return f"snapkv w{self.window}" + (f" p{self.pool}" if self.pool != 5 else "") + " |v|" * self.value_norm
+
+    @property
+    def reads_values(self) -> bool:
+        return self.value_norm
 
     def query_weights(self, n_queries: int) -> Tensor:
         if n_queries >= self.window:
@@ -46,14 +52,18 @@ class WindowAttention(Scorer):
         return 0.0 if n_queries >= self.window else (1 - 1 / self.window) ** n_queries
 
     def score(self, candidates: Candidates) -> Tensor:
-        mass, counts = candidates.mass, candidates.counts
+        score = self._near(candidates)
+        return score * candidates.value_norms if self.value_norm else score
+
+    def _near(self, candidates: Candidates) -> Tensor:
+        mass, real = candidates.mass, candidates.real
         assert mass is not None
         if self.pool == 1 or mass.shape[-1] == 0:
             return mass
-        if counts is None:
+        if real is None:
             return self._pooled(mass)
         # A head's last neighbours are those it holds, not what lies in the slots behind them.
-        real = (torch.arange(mass.shape[1], device=mass.device) < counts.unsqueeze(1)).to(mass.dtype)
+        real = real.to(mass.dtype)
         return self._pooled(mass * real) / self._pooled(real).clamp_min(1 / self.pool)
 
     def _pooled(self, x: Tensor) -> Tensor:
