@@ -3,6 +3,7 @@
 Plain data; needs no triton. Each `*_triton.py` beside this file has `aot_variants() -> list[AotVariant]`.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 
@@ -27,3 +28,20 @@ class AotVariant(NamedTuple):
         """`divisible` as ASTSource takes it."""
         names = list(self.signature)
         return {(names.index(name),): [["tt.divisibility", 16]] for name in self.divisible}
+
+
+def variant_of(
+    jit: Any,
+    variant: str,
+    types: Mapping[str, str],
+    constexprs: dict[str, Any],
+    options: dict[str, int],
+    aligned: Collection[str] = (),
+) -> AotVariant:
+    """Spelled out from the kernel's own argument names: `types` of what is no constant; more may be given.
+
+    Every pointer counts as divisible, and the integers named in `aligned`.
+    """
+    signature = {n: "constexpr" if n in constexprs else types[n] for n in jit.arg_names}
+    divisible = tuple(n for n, kind in signature.items() if kind.startswith("*") or n in aligned)
+    return AotVariant(jit.__name__.strip("_"), variant, jit, signature, constexprs, options, divisible)
