@@ -1,6 +1,8 @@
 """Put kvlab's attention on a model and take it off without a trace; decide by facts and a dry run whether it fits."""
 
+import functools
 import itertools
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -11,8 +13,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvlab.cache import AttentionCall, Handle, KVCache, Mode, SeamError
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.cache import AttentionCall, Handle, KVCache, Mode, SeamError, cache_kwarg
+from kvlab.centring import Centres, Rotaries, bias_centres, find_rotaries
+from kvlab.config import Centring, KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
 from kvlab.stacked import StackedLayer
 
@@ -82,7 +85,7 @@ def attention(
             )
         valid = attention_mask[:, -query.shape[2] :].bool()
         _check_history(handle, attention_mask[:, : -query.shape[2]])
-    call = AttentionCall(query, key, value, scale, valid, softcap, s_aux)
+    call = AttentionCall(query, key, value, scale, valid, softcap, s_aux, kwargs.get("position_ids"))
     return handle.attend(call).transpose(1, 2), None
 
 
@@ -181,8 +184,11 @@ class Attachment:
     Each attachment registers a name of its own, so that models attached at the same time do not depend on each other.
     """
 
-    def __init__(self, model: PreTrainedModel, config: KVConfig, mode: Mode) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: KVConfig, mode: Mode, centres: Mapping[str, Centres] | None = None
+    ) -> None:
         self.model, self.config = model, config
+        self._centres = dict(centres or {})
         self.mode: Mode = mode
         self.name = f"{NAME}-{id(self):x}"
         self._before = _implementations(model)
@@ -201,7 +207,35 @@ class Attachment:
         """A fresh, empty cache, by default of the attached config."""
         if not self.attached:
             raise RuntimeError("detached: attach the model again to make caches for it")
-        return KVCache(config or self.config, self.model.config.get_text_config(decoder=True), self.mode)
+        config = config or self.config
+        text = self.model.config.get_text_config(decoder=True)
+        return KVCache(config, text, self.mode, self.centres(config.centring))
+
+    @functools.cached_property
+    def rotaries(self) -> Rotaries:
+        """How each compressed layer turns its keys; found once, when first asked for.
+
+        Raises CentringError where that cannot be told.
+        """
+        return find_rotaries(self.model)
+
+    def centres(self, centring: Centring) -> Centres | None:
+        """What is taken out of the keys of each layer under such a config; None where nothing is.
+
+        "bias" is read off the model when first asked for. Raises ValueError for "mean" when it was not given.
+        """
+        if centring == "none":
+            return None
+        if self.mode == "dense":
+            raise UnsupportedModelError(f"{type(self.model).__name__}: keys are centred in packed mode only")
+        if centring == "bias" and centring not in self._centres:
+            self._centres[centring] = bias_centres(self.model, self.rotaries)
+        if centring not in self._centres:
+            raise ValueError(
+                "centring 'mean' needs centres measured beforehand: attach(model, config, "
+                "centres=calibrated(loaded, ['mean'])) with kvlab.calibration.calibrated"
+            )
+        return self._centres[centring]
 
     def detach(self) -> None:
         """Restore the model's own attention; doing so twice is harmless.
@@ -242,11 +276,18 @@ def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any
     return [(config, config._attn_implementation_internal) for config in distinct.values()]
 
 
-def attach(model: PreTrainedModel, config: KVConfig | None = None, *, plan: Plan | None = None) -> Attachment:
+def attach(
+    model: PreTrainedModel,
+    config: KVConfig | None = None,
+    *,
+    plan: Plan | None = None,
+    centres: Mapping[str, Centres] | None = None,
+) -> Attachment:
     """Run `model` under `config` (raw by default). Use as `with attach(model, config) as kv: ... kv.cache()`.
 
     Raises UnsupportedModelError when the model's cache cannot be compressed, ValueError when the config does not fit
-    its heads; both before any text is processed. `plan` skips the dry run.
+    its heads or its keys cannot be centred; all before any text is processed. `plan` skips the dry run. `centres` are
+    those measured on a text, by centring, as `calibration.calibrated` makes them.
     """
     config = config or KVConfig()
     plan = plan or make_plan(model)
@@ -255,7 +296,13 @@ def attach(model: PreTrainedModel, config: KVConfig | None = None, *, plan: Plan
     if plan.mode == "dense" and config.budget.evicts:
         raise UnsupportedModelError(f"{type(model).__name__}: no eviction in dense mode ({plan.reason})")
     config.check(shape_of(model))
-    return Attachment(model, config, "dense" if plan.mode == "dense" else "packed")
+    attachment = Attachment(model, config, "dense" if plan.mode == "dense" else "packed", centres)
+    try:
+        attachment.centres(config.centring)
+    except BaseException:
+        attachment.detach()
+        raise
+    return attachment
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
@@ -271,14 +318,6 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         layers.append(LayerShape(k.shape[1], k.shape[3], v.shape[3], window))
     return ModelShape(tuple(layers), model.dtype)
-
-
-def cache_kwarg() -> str:
-    """The forward argument that takes a cache: `cache` from transformers 5.24 on, `past_key_values` before."""
-    import transformers
-
-    major, minor = (int(x) for x in transformers.__version__.split(".")[:2])
-    return "cache" if (major, minor) >= (5, 24) else "past_key_values"
 
 
 def _probe_ids(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:

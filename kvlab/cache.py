@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from kvlab.centre import Centre
 from kvlab.config import KVConfig, LayerConfig, LayerShape, Occupancy
 from kvlab.kernels import threads
-from kvlab.row import Row
+from kvlab.row import Row, settle
 from kvlab.store import PagePool
 
 Mode = Literal["packed", "dense"]
@@ -28,6 +29,14 @@ UNATTENDED = (
 )
 
 
+def cache_kwarg() -> str:
+    """The forward argument that takes a cache: `cache` from transformers 5.24 on, `past_key_values` before."""
+    import transformers
+
+    major, minor = (int(x) for x in transformers.__version__.split(".")[:2])
+    return "cache" if (major, minor) >= (5, 24) else "past_key_values"
+
+
 class SeamError(RuntimeError):
     """The model did something between `Cache.update` and attention that a packed cache cannot follow."""
 
@@ -35,7 +44,8 @@ class SeamError(RuntimeError):
 class AttentionCall(NamedTuple):
     """What one attention layer asks: queries [B, H, Q, D], K and V of the new tokens, and how to read them.
 
-    `valid` [B, Q] is False for padding. `sink_logits` [H] and `softcap` are those of `kernels.attend`.
+    `valid` [B, Q] is False for padding. `sink_logits` [H] and `softcap` are those of `kernels.attend`. `positions`
+    [B or 1, Q] are what the model rotated the new keys by, None where it does not say.
     """
 
     q: Tensor
@@ -45,6 +55,7 @@ class AttentionCall(NamedTuple):
     valid: Tensor | None = None
     softcap: float | None = None
     sink_logits: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @runtime_checkable
@@ -106,12 +117,29 @@ def attend_rows(rows: Sequence[Row], call: AttentionCall, read_only: bool = Fals
         q_b, k_b, v_b = (x[b][:, real] for x in (q, k, v))
         if k_b.shape[1] == 0:
             continue
+        if row.centre is not None:
+            _check_positions(row, call.positions, b, real, k_b.shape[1])
         with threads.for_size((row.kept + k_b.shape[1]) * k.shape[1] * k.shape[3], k.device):
             served, mass = row.attend(q_b, k_b, v_b, call.scale, call.softcap, call.sink_logits, observe=not read_only)
             out[b][:, real] = served
             if not read_only:
                 row.commit(k_b, v_b, mass)
     return out
+
+
+def _check_positions(row: Row, positions: Tensor | None, b: int, real: slice | Tensor, count: int) -> None:
+    """A centred row turns the centre to its own count of real tokens; the model must have turned keys to the same."""
+    if positions is None or positions.ndim != 2:
+        said = "no" if positions is None else f"{positions.ndim}-D"
+        raise SeamError(
+            f"centred keys need 2-D position_ids at attention, the model passes {said} ones: leave keys uncentred"
+        )
+    got = positions[b if positions.shape[0] > 1 else 0][real]
+    if not torch.equal(got, torch.arange(row.seen, row.seen + count, device=got.device)):
+        raise SeamError(
+            f"row {b} takes its tokens {row.seen} to {row.seen + count - 1}, but position_ids go from {got[0].item()} to "
+            f"{got[-1].item()}: centred keys need position_ids that count real tokens from 0"
+        )
 
 
 class KVLayer(CacheLayerMixin):
@@ -127,14 +155,17 @@ class KVLayer(CacheLayerMixin):
         raw_dtype: torch.dtype | None,
         mode: Mode = "packed",
         pools: "dict[PoolKey, PagePool] | None" = None,
+        centre: Centre | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.raw_dtype, self.mode = config, raw_dtype, mode
+        self.config, self.raw_dtype, self.mode, self.centre = config, raw_dtype, mode, centre
         self._pools = {} if pools is None else pools
         self.rows: list[Row] = []
         self.pool: PagePool | None = None
         self.seen = 0
         self._pending: Handle | None = None
+        # The layers that share one budget with this one, the last of them to attend; itself is not in it.
+        self.others: list[KVLayer] = []
 
     # transformers reads these
     @property
@@ -150,7 +181,7 @@ class KVLayer(CacheLayerMixin):
             streams = self.config.streams(self.shape, raw)
             self._pools[key] = PagePool(streams, self.config.page_tokens, key_states.device)
         self.pool = self._pools[key]
-        self.rows = [Row(self.config, self.pool, heads, raw) for _ in range(rows)]
+        self.rows = [Row(self.config, self.pool, heads, raw, self.centre) for _ in range(rows)]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -183,7 +214,15 @@ class KVLayer(CacheLayerMixin):
     def attend(self, call: AttentionCall) -> Tensor:
         out = attend_rows(self.rows, call)
         self._pending = None
+        if self.others:
+            self.settle()
         return out
+
+    def settle(self) -> None:
+        """Evict among all layers that share a budget, once the last of them has attended; others have done so."""
+        if self.others:
+            for b, row in enumerate(self.rows):
+                settle([*(layer.rows[b] for layer in self.others), row])
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -249,17 +288,28 @@ PoolKey = tuple[LayerConfig, LayerShape, torch.dtype, torch.device]
 class KVCache(Cache):
     """One KVLayer for every full-attention layer; sliding and other layers keep transformers' own class.
 
-    Layers that store pages of one kind share one pool.
+    Layers that store pages of one kind share one pool. `centres` has an entry for each layer of the model.
     """
 
-    def __init__(self, config: KVConfig, model_config: PreTrainedConfig, mode: Mode = "packed") -> None:
+    def __init__(
+        self,
+        config: KVConfig,
+        model_config: PreTrainedConfig,
+        mode: Mode = "packed",
+        centres: Sequence[Centre | None] | None = None,
+    ) -> None:
         own = None if config.raw_dtype == "auto" else config.raw(torch.float32)
         self._pools: dict[PoolKey, PagePool] = {}
         layers: list[Any] = list(DynamicCache(config=model_config).layers)
         for i, rule in config.layers(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer).items():
-            layers[i] = KVLayer(rule, own, mode, self._pools)
+            layers[i] = KVLayer(rule, own, mode, self._pools, None if centres is None else centres[i])
         super().__init__(layers=layers)
         self.config = config
+        own_layers = [layer for layer in layers if isinstance(layer, KVLayer)]
+        if own_layers and own_layers[0].config.scope == "model":
+            if len({layer.config for layer in own_layers}) > 1:
+                raise ValueError("budget scope 'model' needs the same settings in every compressed layer: use 'layer'")
+            own_layers[-1].others = own_layers[:-1]
 
     @property
     def compressed(self) -> list[int]:

@@ -58,9 +58,8 @@ class Centre:
         return every.gather(2, places.unsqueeze(1).expand(-1, q.shape[1], -1))
 
     def _rows(self, places: Places, end: int | None, dtype: torch.dtype) -> Shaped[Tensor, "*N T D"]:
-        if end is None:
-            end = places.stop if isinstance(places, slice) else int(places.max()) + 1
-        return self.rotary.table(end, dtype)[places]
+        past = end if end is not None else places.stop if isinstance(places, slice) else int(places.max()) + 1
+        return self.rotary.table(past, dtype)[places]
 
 
 def joined(centres: Sequence[Centre | None]) -> Centre | None:

@@ -25,10 +25,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from kvlab.attach import Attachment, cache_kwarg
 from kvlab.cache import AttentionCall, Handle, KVCache, KVLayer
+from kvlab.centre import joined
 from kvlab.config import KVConfig, LayerConfig, LayerShape
 from kvlab.kernels.prompt import attend_prompt, prompt_mass
 from kvlab.policies import Scorer
-from kvlab.row import Row
+from kvlab.row import Row, settle
 from kvlab.selecting import all_read
 
 SCHEMA = 1
@@ -74,7 +75,8 @@ class Snapshot:
             layer.lazy_initialization(k[None], v[None])  # type: ignore[union-attr]
             if isinstance(layer, KVLayer):
                 apart = i if layer.config.key.per_head or layer.config.value.per_head else None
-                alike.setdefault((layer.config, layer.shape, apart), []).append(i)
+                turned_by = None if layer.centre is None else id(layer.centre.rotary)
+                alike.setdefault((layer.config, layer.shape, (apart, turned_by)), []).append(i)
             else:
                 layer.keys, layer.values = k[None].clone(), v[None].clone()  # type: ignore[union-attr]
                 layer.cumulative_length = self.tokens  # type: ignore[union-attr]
@@ -85,9 +87,13 @@ class Snapshot:
     def _commit(self, layers: list[KVLayer], config: LayerConfig, shape: LayerShape, indices: list[int]) -> None:
         """Store layers of one kind at once, as the heads of one long row, then deal the heads out again."""
         first = layers[0].rows[0]
-        row = Row(config, first.table.pool, shape.kv_heads * len(layers), first.raw)
+        centre = joined([layer.centre for layer in layers])
+        row = Row(config, first.table.pool, shape.kv_heads * len(layers), first.raw, centre)
         mass = _joined([self.masses[config.scorer][i] for i in indices]) if config.tracks_mass else None
+        row.group = shape.kv_heads
         row.commit(_joined([self.keys[i] for i in indices]), _joined([self.values[i] for i in indices]), mass)
+        if config.scope == "model":
+            settle([row])
         for layer, part in zip(layers, row.split(len(layers)), strict=True):
             layer.rows, layer.seen = [part], self.tokens
 
@@ -132,7 +138,7 @@ class _RecordingLayer(CacheLayerMixin):
         return []
 
     def attend(self, call: AttentionCall) -> Tensor:
-        q, k, v, scale, _, softcap, sink_logits = call
+        q, k, v, scale, softcap, sink_logits = call.q, call.k, call.v, call.scale, call.softcap, call.sink_logits
         out = torch.stack([attend_prompt(q[b], k[b], v[b], scale, softcap, sink_logits) for b in range(q.shape[0])])
         for b, length in enumerate(self.lengths):
             q_b, k_b = q[b][:, :length], k[b][:, :length]

@@ -33,6 +33,7 @@ KERNELS = sorted(
 )
 CHECKED = (
     *KERNELS,
+    "kvlab.centre",
     "kvlab.codecs",
     "kvlab.policies",
     "kvlab.reading",
