@@ -1,26 +1,76 @@
-"""`python -m kvlab.bench identity|bytes [--json]`: one JSON document or a table on stdout, progress on stderr.
+"""`python -m kvlab.bench identity|bytes|kernels [--json]`: one JSON document or a table on stdout, progress on stderr.
 
 Exit codes: 0 when everything holds, 1 when something does not, 2 for bad usage or a model that cannot be used.
 """
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvlab.bench", description="Checks of the engine, as figures.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{identity,bytes}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{identity,bytes,kernels}")
     identity = commands.add_parser("identity", help="a raw, unlimited cache equals the model's own")
     identity.add_argument("--model", default="smollm2-135m", help="alias, hub id, folder or .gguf file")
     identity.add_argument("--tokens", type=_positive, default=64, help="greedy tokens per row")
     identity.add_argument("--tiny-only", action="store_true", help="leave --model out, compare tiny random models only")
     held = commands.add_parser("bytes", help="predicted, held and allocated bytes of composed configs")
-    for command in (identity, held):
+    kernels = commands.add_parser("kernels", help="Triton kernels: compiled ahead of time, or checked and timed")
+    _add_kernels(kernels)
+    for command in (identity, held, kernels):
         command.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     return parser
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--aot", action="store_true", help="compile every variant; needs no GPU")
+    what.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="check against the references, then time; on the CPU every path once in triton's interpreter, untimed",
+    )
+    parser.add_argument("--targets", type=_targets, help="with --aot: such as sm_80,sm_90,sm_100,gfx942")
+    parser.add_argument("--only", type=_pattern, default="", help="regular expression over names")
+    parser.add_argument("--out", type=Path, help="with --device: folder for kernels.json, written after every case")
+    parser.add_argument("--minutes", type=_minutes, default=8.0, help="with --device: end within this time (8)")
+    parser.add_argument("--tune", action="store_true", help="with --device: try launch options instead of the table")
+    parser.add_argument("--seed", type=int, help="with --device: of the random data; drawn anew if left out")
+    parser.set_defaults(error=parser.error)
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    from kvlab.bench.aot import TARGETS
+
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in TARGETS:
+            near = difflib.get_close_matches(name, TARGETS, 1) or list(TARGETS)
+            raise argparse.ArgumentTypeError(
+                f"unknown target {name!r}, did you mean {near[0]!r}? one of {list(TARGETS)}"
+            )
+    return names
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"no regular expression: {error}") from error
+    return text
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0.5 <= value <= 600:
+        raise argparse.ArgumentTypeError(f"must lie between 0.5 and 600 minutes, got {value}")
+    return value
 
 
 def _positive(text: str) -> int:
@@ -33,6 +83,8 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one bench; returns the exit code."""
     options = _parser().parse_args(arguments)
+    if options.command == "kernels":
+        return _kernels(options)
     # Here, so that --help needs neither torch nor transformers.
     import torch
 
@@ -58,18 +110,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if document["ok"] else 1
 
 
+def _kernels(options: argparse.Namespace) -> int:
+    """The kernels command. Neither torch nor triton is imported here: all work is done in child processes."""
+    from kvlab.bench import aot
+    from kvlab.bench.kernels import document as measured
+    from kvlab.bench.kernels import run as bench
+
+    if options.aot and (options.out or options.tune or options.seed is not None):
+        options.error("--out, --tune and --seed belong to --device")
+    if options.targets and not options.aot:
+        options.error("--targets belongs to --aot")
+    try:
+        if options.aot:
+            document = aot.run(_say, options.targets or aot.DEFAULT_TARGETS, options.only)
+            table = aot.table(document)
+        else:
+            request = (options.device, options.out, options.minutes, options.only, options.tune, options.seed)
+            document = bench.run(bench.Request(*request), _say)
+            table = measured.table(document)
+    except (aot.AotError, bench.KernelBenchError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
+    # The table is wanted even beside JSON: it is what one reads at the end of a log.
+    print(table, file=sys.stderr if options.json else sys.stdout)
+    return 0 if document["ok"] else 1
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns as wide as their content: the first to the left, numbers to the right."""
-    cells = [list(header), *([f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-        for row in cells
-    )
+    """Columns as wide as their content, integers with their thousands apart."""
+    from kvlab.bench.text import columns
+
+    return "\n".join(columns([header, *([f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows)]))
 
 
 def _identity_table(document: dict[str, Any]) -> str:

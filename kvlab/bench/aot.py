@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvlab.bench.text import columns
 from kvlab.bench.workers import cores, last_line, spread
 from kvlab.kernels.aot import AotVariant
 
@@ -95,6 +96,17 @@ def judged(row: Mapping[str, Any]) -> list[str]:
         (row["registers"] > target.register_limit, f"{row['registers']} registers of {target.register_limit}"),
     )
     return [f"{name}: {text}" for broken, text in rules if broken]
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """The rows for people, and what is wrong with them."""
+    head = ("kernel variant", "target", "registers", "shared", "spill", "stack")
+    rows: list[tuple[str, ...]] = [head]
+    for row in document["rows"]:
+        figures = ("error",) * 4 if "error" in row else tuple(f"{row[name]:,}" for name in _MEASURED)
+        rows.append((f"{row['kernel']} {row['variant']}", row["target"], *figures))
+    lines = [f"triton {document['triton']}", *columns(rows)]
+    return "\n".join([*lines, *(f"PROBLEM {text}" for text in document["problems"]), f"ok: {document['ok']}"])
 
 
 def _environment() -> dict[str, str]:
