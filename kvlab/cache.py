@@ -137,7 +137,7 @@ def _check_positions(row: Row, positions: Tensor | None, b: int, real: slice | T
     got = positions[b if positions.shape[0] > 1 else 0][real]
     if not torch.equal(got, torch.arange(row.seen, row.seen + count, device=got.device)):
         raise SeamError(
-            f"row {b} takes its tokens {row.seen} to {row.seen + count - 1}, but position_ids go from {got[0].item()} to "
+            f"row {b} takes its tokens {row.seen} to {row.seen + count - 1}, but position_ids say {got[0].item()} to "
             f"{got[-1].item()}: centred keys need position_ids that count real tokens from 0"
         )
 

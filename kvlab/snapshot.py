@@ -262,8 +262,8 @@ class SnapshotStore:
             return
         meta = {"key": key, "tokens": str(snapshot.tokens), "scorers": json.dumps([repr(s) for s in snapshot.masses])}
         data = safetensors.torch.save({n: x.contiguous().cpu() for n, x in snapshot.tensors().items()}, meta)
-        _replace(self.folder / f"{key}.safetensors", data)
-        _replace(self.folder / f"{key}.sha256", hashlib.sha256(data).hexdigest().encode())
+        replace(self.folder / f"{key}.safetensors", data)
+        replace(self.folder / f"{key}.sha256", hashlib.sha256(data).hexdigest().encode())
         self._trim()
 
     def _remember(self, key: str, snapshot: Snapshot) -> None:
@@ -312,8 +312,8 @@ class SnapshotStore:
             path.with_suffix(".sha256").unlink(missing_ok=True)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write whole or not at all."""
+def replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temp:
         temp.write(data)
     os.replace(temp.name, path)

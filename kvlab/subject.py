@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kvlab.attach import Attachment, Plan, attach, cache_kwarg, make_plan, shape_of
 from kvlab.cache import KVCache
+from kvlab.calibration import calibrated
+from kvlab.centring import Centres
 from kvlab.config import KVConfig
 from kvlab.evals import metrics
 from kvlab.evals.item import Item
@@ -93,6 +95,7 @@ class LocalSubject:
         self.max_rows = max_rows if self.plan.stackable else 1
         self.query_aware = query_aware
         self.counters = Counters()
+        self._centres: dict[str, Centres] = {}
 
     # -- score pass ------------------------------------------------------------------------------------------------
 
@@ -104,11 +107,22 @@ class LocalSubject:
         """
         for config in configs:
             config.check(self.shape)
+        centres = self.centres(configs)
         per_batch = max(1, self.max_rows // max(1, len(configs) + 1))
         questions = [self._tokens(item) for item in items]
-        with attach(self.model, BASELINE, plan=self.plan) as attachment:
+        with attach(self.model, BASELINE, plan=self.plan, centres=centres) as attachment:
             for start in range(0, len(questions), per_batch):
                 yield from self._score_batch(questions[start : start + per_batch], configs, attachment, persist)
+
+    def centres(self, configs: Sequence[KVConfig]) -> dict[str, Centres]:
+        """What these configs take out of keys, by centring; measured or read from disk when first asked for.
+
+        Raises CentringError where the model's keys cannot be centred.
+        """
+        missing = {c.centring for c in configs} - {"none", *self._centres}
+        if missing:
+            self._centres |= calibrated(self.loaded, missing)
+        return self._centres
 
     def _tokens(self, item: Item) -> _Question:
         encode = self.tokenizer.encode
@@ -273,7 +287,7 @@ class LocalSubject:
         """Rows from greedy decoding on the packed cache, several items at once, each cut at its stop strings."""
         config.check(self.shape)
         questions = [self._tokens(item) for item in items]
-        with attach(self.model, BASELINE, plan=self.plan) as attachment:
+        with attach(self.model, BASELINE, plan=self.plan, centres=self.centres([config])) as attachment:
             for batch in _chunks(questions, self.max_rows):
                 start = time.perf_counter()
                 caches = [s.fork(config, attachment) for s in self._snapshots(batch, attachment)]
@@ -338,7 +352,7 @@ class LocalSubject:
         """Time to first token and per decoded token, of real prefill and decode, the configs taking turns."""
         taken: list[list[tuple[float, float]]] = [[] for _ in configs]
         ids = torch.tensor([list(prompt)], device=self.model.device)
-        with attach(self.model, BASELINE, plan=self.plan) as attachment:
+        with attach(self.model, BASELINE, plan=self.plan, centres=self.centres(configs)) as attachment:
             for _, n in itertools.product(range(repeats), range(len(configs))):
                 cache = attachment.cache(configs[n])
                 begin = time.perf_counter()

