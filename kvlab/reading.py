@@ -113,7 +113,7 @@ class Reading:
             return hidden
         return hidden | ~self.choice.allowed(queries, self.length)
 
-    def spread(self, mass: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    def spread(self, mass: Float[Tensor, "N L"]) -> Float[Tensor, "N T"]:
         """Mass of what was read, as columns of everything stored | sinks | window | new; zero for what was not."""
         if self.slots is None:
             return mass
