@@ -4,16 +4,19 @@ Every token is a record with its position, what K and V read back as, its attent
 shared with kvlab but the codecs and the plain numbers of the config.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction as Ratio
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvlab.codecs import Codec
 from kvlab.config import LayerConfig
+from kvlab.kernels.hadamard import hadamard_reference
 
 
 @dataclass
@@ -22,6 +25,7 @@ class Token:
     k: Tensor
     v: Tensor
     mass: float = 0.0
+    range: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -29,6 +33,8 @@ class Head:
     sinks: list[Token] = field(default_factory=list)
     pages: list[Token] = field(default_factory=list)
     window: list[Token] = field(default_factory=list)
+    selected: list[int] | None = None
+    block: int = -1
 
     def all(self) -> list[Token]:
         return self.sinks + self.pages + self.window
@@ -60,7 +66,8 @@ class SlowRow:
             new = [Token(self.seen + t, k[n, t], v[n, t]) for t in range(n_new)]
             votes = []
             for t in range(n_new):
-                visible = head.all() + new[: t + 1]
+                pages = self.selected(head, q[n * group : (n + 1) * group, t], self.seen + t)
+                visible = head.sinks + pages + head.window + new[: t + 1]
                 mean = [0.0] * len(visible)
                 for g in range(group):
                     h = n * group + g
@@ -74,6 +81,38 @@ class SlowRow:
         self.seen += n_new
         return out
 
+    def selected(self, head: Head, queries: Tensor, position: int) -> list[Token]:
+        """The stored tokens a query reads; the first of a block of positions selects for the others."""
+        reader: Any = self.config.reader
+        if reader.kind == "dense":
+            return head.pages
+        chunks = [head.pages[i : i + reader.chunk] for i in range(0, len(head.pages), reader.chunk)]
+        count = reader.count or math.ceil(Ratio(str(reader.fraction)) * len(chunks))
+        count = max(count, 2)
+        if count >= len(chunks):
+            head.selected = None
+            return head.pages
+        if head.selected is None or position % reader.select_every == 0 or head.block != position // reader.select_every:
+            scores = [self.worth(chunk, queries) for chunk in chunks]
+            scores[0] = scores[-1] = math.inf
+            order = sorted(range(len(chunks)), key=lambda i: (-scores[i], i))
+            head.selected, head.block = sorted(order[:count]), position // reader.select_every
+        return [token for i in head.selected for token in chunks[i]]
+
+    def worth(self, chunk: list[Token], queries: Tensor) -> float:
+        """What a chunk promises to the queries of a KV head, from its summary."""
+        reader, codec = self.config.reader, self.config.key
+        keys = torch.stack([t.k for t in chunk]).double()
+        if reader.bound == "mean":  # type: ignore[union-attr]
+            return float((queries @ keys.mean(0).half().double()).sum())
+        low, high = keys.amin(0), keys.amax(0)
+        if reader.bound == "minmax":  # type: ignore[union-attr]
+            low, high = outward(low, -math.inf), outward(high, math.inf)
+        else:
+            low, high = chunk[0].range  # type: ignore[misc]
+            queries = hadamard_reference(queries) if codec.hadamard else queries  # type: ignore[attr-defined]
+        return float(torch.maximum(queries * low, queries * high).sum())
+
     def observe(self, tokens: list[Token], votes: list[tuple[list[Token], list[float]]]) -> None:
         scorer: Any = self.config.scorer
         if scorer.kind == "attention_mass":
@@ -82,6 +121,10 @@ class SlowRow:
                     token.mass *= scorer.decay
                 for token, p in zip(visible, mean, strict=True):
                     token.mass += p
+        elif scorer.kind == "last_selected":
+            for t, (visible, _) in enumerate(votes):
+                for token in visible:
+                    token.mass = float(self.seen + t)
         elif scorer.kind == "window_attention":
             if len(votes) >= scorer.window:
                 for token in tokens:
@@ -106,6 +149,7 @@ class SlowRow:
         leaving_count = max(0, len(head.window) - config.recent_tokens) // unit * unit
         if not leaving_count:
             return
+        head.selected = None  # pages are about to change
         leaving, head.window = head.window[:leaving_count], head.window[leaving_count:]
         limit = self.limit(head, len(leaving))
         if config.block_tokens > 1:
@@ -139,10 +183,28 @@ class SlowRow:
         head.pages = tokens
 
     def encode(self, tokens: list[Token]) -> None:
+        self.note_range(tokens)
         keys = read_back(self.config.key, [t.k for t in tokens])
         values = read_back(self.config.value, [t.v for t in tokens])
         for token, k, v in zip(tokens, keys, values, strict=True):
             token.k, token.v = k, v
+
+    def note_range(self, tokens: list[Token]) -> None:
+        """What the codes of a channel page can stand for: all of their bits 0, and all of them 1."""
+        codec: Any = self.config.key
+        if not tokens or codec.kind != "affine" or codec.axis != "channel":
+            return
+        plain = dataclasses.replace(codec, hadamard=False)
+        for start in range(0, len(tokens), codec.group):
+            page = tokens[start : start + codec.group]
+            packed = codec.encode(torch.stack([t.k for t in page]).unsqueeze(0))
+            ends = [
+                plain.decode(packed | {"codes": torch.full_like(packed["codes"], bits)}, len(page[0].k), torch.float64)
+                for bits in (0, 255)
+            ]
+            low, high = (x[0, 0] for x in ends)
+            for token in page:
+                token.range = (low, -low if codec.mode == "symmetric" else high)
 
     def limit(self, head: Head, leaving: int) -> int:
         """Encoded tokens that may stay."""
@@ -162,11 +224,18 @@ class SlowRow:
         if scorer.kind == "recency":
             return [float(t.position) for t in tokens]
         mass = [t.mass for t in tokens]
-        if scorer.kind == "attention_mass":
+        if scorer.kind in ("attention_mass", "last_selected"):
             return mass
         reach = scorer.pool // 2
         around = [mass[max(0, i - reach) : i + reach + 1] for i in range(len(mass))]
         return [sum(near) / len(near) for near in around]
+
+
+def outward(x: Tensor, towards: float) -> Tensor:
+    """The nearest fp16 number not on the inner side of x."""
+    near = x.numpy().astype(np.float16)
+    inner = near.astype(np.float64) > x.numpy() if towards < 0 else near.astype(np.float64) < x.numpy()
+    return torch.from_numpy(np.where(inner, np.nextafter(near, np.float16(towards)), near).astype(np.float64))
 
 
 def logit(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> float:

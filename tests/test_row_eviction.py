@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import Sequence, make_row
 from slow_row import SlowRow
-from variants import ALL_BUDGETS, ALL_SCORERS, SOME_CODECS
+from variants import ALL_BUDGETS, ALL_SCORERS, SOME_CODECS, readers_of
 
 from kvlab.codecs import Affine, Raw
 from kvlab.config import KVConfig
@@ -44,6 +44,7 @@ def compare(config: KVConfig, parts: list[int], group: int, softcap: float | Non
     value=st.sampled_from(SOME_CODECS),
     scorer=st.sampled_from(ALL_SCORERS),
     budget=st.sampled_from(ALL_BUDGETS),
+    reader=st.integers(0, 1000),
     sink_tokens=st.sampled_from([0, 1, 4]),
     recent_tokens=st.sampled_from([0, 3, 8]),
     parts=st.lists(st.sampled_from([1, 1, 1, 2, 7, 19, 40]), min_size=1, max_size=6),
@@ -58,6 +59,7 @@ def test_any_setting_keeps_what_the_definition_keeps(
     value: Any,
     scorer: Any,
     budget: Any,
+    reader: int,
     sink_tokens: int,
     recent_tokens: int,
     parts: list[int],
@@ -67,8 +69,15 @@ def test_any_setting_keeps_what_the_definition_keeps(
     sinks: bool,
     seed: int,
 ) -> None:
+    readers = readers_of(key, value)
     config = KVConfig(
-        key=key, value=value, scorer=scorer, budget=budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens
+        key=key,
+        value=value,
+        scorer=scorer,
+        budget=budget,
+        reader=readers[reader % len(readers)],
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
     )
     compare(config, parts + [1] * steps, group, softcap, sinks, seed)
 

@@ -10,7 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from kvlab.codecs import CODECS, Codec
-from kvlab.policies import BUDGETS, SCORERS, Budget, Scorer
+from kvlab.config import KVConfig
+from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Reader, Scorer
 
 NUMBERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "affine": {"bits": (8, 4, 3, 2), "group": (16, 0)},
@@ -20,6 +21,7 @@ NUMBERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "tokens": {"tokens": (1, 20, 1000)},
     "fraction": {"fraction": (0.1, 0.5, 1.0)},
     "threshold": {"quantile": (0.0, 0.4, 0.9)},
+    "top_k": {"fraction": (0.3, 1.0), "count": (0, 3), "chunk": (16, 4), "dense_layers": (0,), "select_every": (1, 3)},
 }
 PAGE = 16
 
@@ -49,6 +51,7 @@ def instances(kind: str, cls: type) -> list[Any]:
 ALL_CODECS: list[Codec] = [codec for kind, cls in CODECS.items() for codec in instances(kind, cls)]
 ALL_SCORERS: list[Scorer] = [scorer for kind, cls in SCORERS.items() for scorer in instances(kind, cls)]
 ALL_BUDGETS: list[Budget] = [budget for kind, cls in BUDGETS.items() for budget in instances(kind, cls)]
+ALL_READERS: list[Reader] = [reader for kind, cls in READERS.items() for reader in instances(kind, cls)]
 # One of each kind of layout: what the store and the rows see differently.
 SOME_CODECS: list[Codec] = [
     next(c for c in ALL_CODECS if repr(c) == text) if text else next(c for c in ALL_CODECS if c.kind == kind)
@@ -60,6 +63,18 @@ SOME_CODECS: list[Codec] = [
         ("affine", "Affine(bits=2, axis='channel', group=16, mode='symmetric', clip=1.0, hadamard=True)"),
     ]
 ]
+
+
+def readers_of(key: Codec, value: Codec, page_tokens: int = PAGE) -> list[Reader]:
+    """The readers that such pages allow, at least the dense one."""
+    allowed = []
+    for reader in ALL_READERS:
+        try:
+            KVConfig(key=key, value=value, reader=reader, page_tokens=page_tokens)
+        except ValueError:
+            continue
+        allowed.append(reader)
+    return allowed
 
 
 def fits(codec: Codec, head_dim: int, kv_heads: int = 2, page_tokens: int = PAGE) -> bool:
