@@ -7,6 +7,7 @@ rest small. Where mu comes from is for centring.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -60,6 +61,26 @@ class Centre:
     def _rows(self, places: Places, end: int | None, dtype: torch.dtype) -> Shaped[Tensor, "*N T D"]:
         past = end if end is not None else places.stop if isinstance(places, slice) else int(places.max()) + 1
         return self.rotary.table(past, dtype)[places]
+
+
+class KeyTerm(NamedTuple):
+    """What encoded keys lack in their logits because a centre was taken out: that centre, and where they stand."""
+
+    centre: Centre
+    places: Places
+    end: int  # past every position
+
+    @property
+    def length(self) -> int:
+        return self.places.stop - self.places.start if isinstance(self.places, slice) else self.places.shape[1]
+
+    def logits(self, q: Float[Tensor, "N R D"], slots: Tensor | None = None) -> Float[Tensor, "N R T"]:
+        """For scaled and folded queries, of everything stored or of the tokens in `slots` [N, T] of the table."""
+        places = self.places
+        if slots is not None:
+            at = slots.clamp(0, self.length - 1)
+            places = at + places.start if isinstance(places, slice) else places.gather(1, at)
+        return self.centre.logits(q, places, self.end)
 
 
 def joined(centres: Sequence[Centre | None]) -> Centre | None:

@@ -1,12 +1,10 @@
 """Reading: one attention call over what a row holds, encoded pages as they are and raw tokens beside them."""
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlab.centre import Centre, Places
+from kvlab.centre import KeyTerm
 from kvlab.codecs import Packed
 from kvlab.config import LayerConfig
 from kvlab.kernels import attend as kernel
@@ -25,26 +23,6 @@ def pages(table: PageTable, choice: Choice | None = None) -> tuple[Packed, Packe
     for name, rows in packed.items():
         split[name[0] == "v"][name[2:]] = rows
     return split
-
-
-class KeyTerm(NamedTuple):
-    """What encoded keys lack in their logits because a centre was taken out: that centre, and where they stand."""
-
-    centre: Centre
-    places: Places
-    end: int  # past every position
-
-    @property
-    def length(self) -> int:
-        return self.places.stop - self.places.start if isinstance(self.places, slice) else self.places.shape[1]
-
-    def logits(self, q: Float[Tensor, "N R D"], slots: Tensor | None) -> Float[Tensor, "N R T"]:
-        """For scaled and folded queries, of everything stored or of the tokens in `slots` [N, T] of the table."""
-        places = self.places
-        if slots is not None:
-            at = slots.clamp(0, self.length - 1)
-            places = at + places.start if isinstance(places, slice) else places.gather(1, at)
-        return self.centre.logits(q, places, self.end)
 
 
 class Reading:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlab.centre import Centre, KeyTerm, Places
 from kvlab.config import LayerConfig
 from kvlab.kernels import chunks as kernel
 from kvlab.kernels.hadamard import hadamard
@@ -70,7 +71,12 @@ def all_read(heads: int, tokens: int, position: int, device: torch.device) -> Fl
 
 
 def choose(
-    config: LayerConfig, table: PageTable, q: Float[Tensor, "H Q D"], seen: int, remembered: Remembered | None
+    config: LayerConfig,
+    table: PageTable,
+    q: Float[Tensor, "H Q D"],
+    seen: int,
+    remembered: Remembered | None,
+    key_term: KeyTerm | None = None,
 ) -> Choice | None:
     """What the queries at positions seen, seen + 1, ... read of a table; None where that is everything.
 
@@ -89,13 +95,18 @@ def choose(
     starts = starts[1:] if goes_on else starts
     parts = [remembered.chunks.unsqueeze(1)] if goes_on and remembered is not None else []
     if starts:
-        parts.append(_selected(config, table, q[:, starts], reader))
+        parts.append(_selected(config, table, q[:, starts], reader, key_term))
     return Choice(torch.cat(parts, dim=1), block_of, reader.chunk, last)
 
 
-def _selected(config: LayerConfig, table: PageTable, q: Float[Tensor, "H B D"], reader: TopK) -> Int[Tensor, "N B K"]:
+def _selected(
+    config: LayerConfig, table: PageTable, q: Float[Tensor, "H B D"], reader: TopK, key_term: KeyTerm | None
+) -> Int[Tensor, "N B K"]:
     counts = torch.tensor([-(-count // reader.chunk) for count in table.counts], device=q.device)
     scores = _scores(config, table, q, counts)
+    if key_term is not None and reader.bound == "codec":
+        # The codec's scales bound what is left of a key when its centre is out; what the centre adds is known exactly.
+        scores = scores + _greatest_term(key_term, table, q, reader.chunk).to(scores.dtype)
     counts = counts.unsqueeze(1).expand(-1, q.shape[1])
     return kernel.select(scores, counts, **reader.share, forced_first=1, forced_last=1)
 
@@ -117,10 +128,22 @@ def _scores(config: LayerConfig, table: PageTable, q: Tensor, counts: Tensor) ->
     return kernel.bound_scores(hadamard(wide) if fmt.hadamard else wide, bounds, counts)
 
 
-def summarise(config: LayerConfig, table: PageTable, raw: torch.dtype, start: int = 0) -> None:
+def _greatest_term(key_term: KeyTerm, table: PageTable, q: Tensor, chunk: int) -> Float[Tensor, "N B C"]:
+    """The most that the centre adds to any token of each chunk, summed over the query heads of a KV head."""
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    term = key_term.logits(wide.unflatten(0, (len(table.pages), -1)).sum(1))
+    beyond = torch.arange(term.shape[2], device=q.device) >= torch.tensor(table.counts, device=q.device).unsqueeze(1)
+    term = term.masked_fill(beyond.unsqueeze(1), -torch.inf)
+    term = torch.nn.functional.pad(term, (0, -term.shape[2] % chunk), value=-torch.inf)
+    return term.unflatten(2, (-1, chunk)).amax(3)
+
+
+def summarise(
+    config: LayerConfig, table: PageTable, raw: torch.dtype, start: int = 0, centre: Centre | None = None
+) -> None:
     """Write the summaries of every chunk that holds a token from slot `start` on, over the keys as they are read back.
 
-    `raw` is the dtype of raw tokens; sums and bounds are taken in that or float32.
+    `raw` is the dtype of raw tokens; sums and bounds are taken in that or float32. `centre` is what stored keys lack.
     """
     reader = config.reader
     if not isinstance(reader, TopK) or not reader.summaries or table.length <= start:
@@ -132,9 +155,22 @@ def summarise(config: LayerConfig, table: PageTable, raw: torch.dtype, start: in
     width = table.pool.layout[f"k.{reader.summaries[0]}"].width
     keys = config.key.decode(packed, width, torch.promote_types(raw, torch.float32))
     counts = torch.tensor(table.counts, device=table.device) - first * reader.chunk
+    if centre is not None:
+        keys = centre.put_back(keys, _places(config, table, these, counts))
     if reader.bound == "mean":
         made: tuple[Tensor, ...] = (kernel.means(keys, reader.chunk, counts.clamp_min(0)),)
     else:
         made = kernel.bounds(keys, reader.chunk, counts.clamp_min(0))
     for name, rows in zip(reader.summaries, made, strict=True):
         table.write(f"k.{name}", rows, first * reader.chunk)
+
+
+def _places(config: LayerConfig, table: PageTable, these: Int[Tensor, "N K"], counts: Int[Tensor, " N"]) -> Places:
+    """Where the tokens of some consecutive chunks stand; 0 for slots that hold none."""
+    size = these.shape[1] * config.reader.chunk  # type: ignore[attr-defined]
+    if not config.budget.evicts:
+        # Sinks come first and are full before anything is encoded.
+        first = config.sink_tokens + int(these[0, 0]) * config.reader.chunk  # type: ignore[attr-defined]
+        return slice(first, first + size)
+    positions = table.take(these, config.reader.chunk, ["position"])["position"][..., 0].long()  # type: ignore[attr-defined]
+    return positions * (torch.arange(size, device=table.device) < counts.unsqueeze(1))
