@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction as Ratio
 from typing import Any, Literal, NamedTuple, get_args
@@ -193,6 +193,35 @@ class LayerConfig:
         pages = -(-held.stored // self.page_tokens) * (1 if self.ragged else heads)
         return pages * page + heads * ((held.sinks + held.window) * per_raw + mass)
 
+    def read_bytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy, layers: int = 1) -> int:
+        """Bytes one decode step reads of what `nbytes` counts: raw tokens, chosen chunks, summaries, tracked mass.
+
+        A selection that serves several steps shares its summaries out to them. Heads that share a budget are taken to
+        hold equal parts of it. Positions are read where keys are centred, mass by the step that adds to it.
+        """
+        heads = shape.kv_heads * layers
+        tokens = stored = -(-held.stored // heads) if self.ragged else held.stored
+        streams = self.streams(shape, raw)
+        summaries = {n for n, s in streams.items() if s.derived}
+        of_choice = 0
+        if isinstance(self.reader, TopK):
+            chunk = self.reader.chunk
+            chunks = -(-stored // chunk)
+            chosen = self.reader.chosen(chunks)
+            if chosen < chunks:
+                tokens = chosen * chunk
+                looked_at = summaries or {n for n in ("k.scale", "k.zero") if n in streams}
+                of_choice = chunks * sum(streams[n].page_bytes for n in looked_at) * chunk // self.page_tokens
+                of_choice = -(-of_choice // self.reader.select_every)
+        read = {n for n in streams if n[:2] in ("k.", "v.")} - summaries
+        read |= {"position"} & streams.keys() if self.centring != "none" else set()
+        encoded = sum(
+            -(-tokens * s.rows // self.page_tokens) * s.page_bytes // s.rows for n, s in streams.items() if n in read
+        )
+        mass = (stored + held.window) * torch.float32.itemsize if self.tracks_mass else 0
+        per_raw = (shape.key_dim + shape.value_dim) * raw.itemsize
+        return heads * (encoded + of_choice + mass + (held.sinks + held.window) * per_raw)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
@@ -320,8 +349,8 @@ class KVConfig:
         for stream, codec in (("K", self.key), ("V", self.value)):
             if codec.per_head:
                 raise ValueError(
-                    f"budget scope 'model' joins the heads of all layers, and {stream} as {codec.label} has settings for "
-                    "each head of one layer: use scope 'layer', or one setting for all heads"
+                    f"budget scope 'model' joins the heads of all layers, and {stream} as {codec.label} has settings "
+                    "for each head of one layer: use scope 'layer', or one setting for all heads"
                 )
         for i in rest:
             for what, ours, theirs in (
@@ -343,6 +372,23 @@ class KVConfig:
 
         Equal to `KVCache.nbytes`; layers that keep a sliding window count what transformers keeps there.
         """
+        return self._bytes(LayerConfig.nbytes, shape, prefill, decoded)
+
+    def read_bytes(self, shape: ModelShape, prefill: int, decoded: int = 0) -> int:
+        """Bytes of the cache that the next decode step of one sequence reads then; a sparse reader's mean over steps.
+
+        What is stored does not shrink by it: see `predicted_bytes` for that.
+        """
+        return self._bytes(LayerConfig.read_bytes, shape, prefill, decoded)
+
+    def _bytes(
+        self,
+        counted: Callable[[LayerConfig, LayerShape, torch.dtype, Occupancy, int], int],
+        shape: ModelShape,
+        prefill: int,
+        decoded: int,
+    ) -> int:
+        """Bytes of all layers, each as `counted`; sliding ones hold and read what transformers keeps."""
         total, raw = 0, self.raw(shape.dtype)
         for s in shape.layers:
             if s.window is not None:
@@ -353,7 +399,7 @@ class KVConfig:
             heads = s.kv_heads * count
             if (layer, heads) not in held_by_rule:
                 held_by_rule[layer, heads] = layer.occupancy(prefill, decoded, heads)
-            total += layer.nbytes(s, raw, held_by_rule[layer, heads], count)
+            total += counted(layer, s, raw, held_by_rule[layer, heads], count)
         return total
 
     def _budgeted(self, shape: ModelShape) -> list[tuple[LayerConfig, LayerShape, int]]:

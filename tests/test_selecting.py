@@ -16,12 +16,13 @@ from variants import ALL_BUDGETS, ALL_SCORERS, SOME_CODECS, readers_of
 
 from kvlab.attach import attach
 from kvlab.codecs import Affine, Fp8
-from kvlab.config import KVConfig
+from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.kernels.chunks import Bounds, bound_scores
 from kvlab.policies import AttentionMass, Dense, LastSelected, Tokens, TopK
 from kvlab.row import Row
 from kvlab.selecting import choose
 from kvlab.stacked import StackedCache
+from kvlab.store import PageTable
 
 SCORERS = [s for s in ALL_SCORERS if not (s.reads_keys or s.reads_values)]
 HEADS, HEAD_DIM, SCALE = 2, 16, 0.3
@@ -29,7 +30,10 @@ INT4 = Affine(bits=4, group=16)
 PER_HEAD = [b for b in ALL_BUDGETS if getattr(b, "scope", "head") == "head" and not getattr(b, "slope", 0)]
 
 
-def sparse(reader: TopK = TopK(fraction=0.3, dense_layers=0), **more: Any) -> KVConfig:
+THIRD = TopK(fraction=0.3, dense_layers=0)
+
+
+def sparse(reader: Any = THIRD, **more: Any) -> KVConfig:
     return KVConfig(**{"key": INT4, "value": INT4, "sink_tokens": 2, "recent_tokens": 4, "reader": reader} | more)
 
 
@@ -127,7 +131,7 @@ def test_a_selection_serves_as_many_positions_as_it_says() -> None:
 def test_all_chunks_are_dense_token_for_token(reader: TopK) -> None:
     """And so they are where selection really gathers every chunk: through the lists of a choice."""
     for scorer, budget in ((AttentionMass(), Tokens(60)), (AttentionMass(), KVConfig().budget)):
-        rows = [make_row(sparse(r, scorer=scorer, budget=budget), HEADS, HEAD_DIM) for r in (reader, Dense())]  # type: ignore[arg-type]
+        rows = [make_row(sparse(r, scorer=scorer, budget=budget), HEADS, HEAD_DIM) for r in (reader, Dense())]
         sequences = [Sequence(160, HEADS, 6, HEAD_DIM, 2) for _ in rows]
         for a, b in zip(*(run(r, s, [90, 9, *[1] * 61]) for r, s in zip(rows, sequences, strict=True)), strict=True):
             assert torch.equal(a, b)
@@ -139,7 +143,7 @@ def test_gathering_every_chunk_through_a_choice_is_dense(monkeypatch: pytest.Mon
     sequence = Sequence(130, HEADS, 6, HEAD_DIM, 2)
     outs = {}
     for name, reader in (("dense", Dense()), ("lists", TopK(count=2, chunk=4, dense_layers=0))):
-        row = make_row(sparse(reader, scorer=AttentionMass(), budget=Tokens(77)), HEADS, HEAD_DIM)  # type: ignore[arg-type]
+        row = make_row(sparse(reader, scorer=AttentionMass(), budget=Tokens(77)), HEADS, HEAD_DIM)
         if name == "lists":
             monkeypatch.setattr(TopK, "share", property(lambda _: {"k": 10**6}))
         outs[name] = run(row, sequence, [90, 5, *[1] * 35])
@@ -236,7 +240,7 @@ def test_a_key_that_a_query_wants_is_read_wherever_it_lies() -> None:
     sequence = Sequence(401, HEADS, HEADS, HEAD_DIM, 0)
     sequence.k[:, 203] = 8 * sequence.q[:, 400]
     sequence.v[:, 203] = 50.0
-    rows = [make_row(sparse(r), HEADS, HEAD_DIM) for r in (TopK(count=3, dense_layers=0), Dense())]  # type: ignore[arg-type]
+    rows = [make_row(sparse(r), HEADS, HEAD_DIM) for r in (TopK(count=3, dense_layers=0), Dense())]
     for row in rows:
         run(row, sequence, [400])
     new = [x[:, 400:] for x in (sequence.q, sequence.k, sequence.v)]
@@ -362,3 +366,63 @@ def test_the_first_compressed_layers_read_everything_and_hold_no_summaries(llama
 def test_readers_that_mean_nothing_are_refused(make: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make()
+
+
+# -- bytes read --------------------------------------------------------------------------------------------------------
+
+
+CHANNEL = Affine(bits=4, axis="channel", group=16)
+READ = [
+    sparse(),
+    sparse(TopK(count=3, chunk=4, dense_layers=0), key=Fp8(), value=Affine(bits=2, group=16)),
+    sparse(TopK(fraction=0.3, bound="mean", dense_layers=0, select_every=3)),
+    sparse(TopK(fraction=0.3, bound="codec", dense_layers=0), key=CHANNEL),
+    sparse(TopK(fraction=0.5, dense_layers=0), scorer=LastSelected(), budget=Tokens(100)),
+    sparse(TopK(fraction=1.0, dense_layers=0)),
+    sparse(Dense(), scorer=AttentionMass(), budget=Tokens(100)),
+]
+
+
+@pytest.mark.parametrize("config", READ, ids=lambda c: c.label)
+def test_bytes_read_are_those_that_are_gathered(config: KVConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, steps = 246, 3  # from a multiple of three on, and no page is flushed meanwhile
+    row, sequence = make_row(config, HEADS, HEAD_DIM), Sequence(prefill + steps, HEADS, 6, HEAD_DIM, 3)
+    first, *rest = sequence.forwards([prefill, *[1] * steps])
+    row.commit(first[1], first[2], row.attend(*first, SCALE)[1])
+    shape = ModelShape((LayerShape(HEADS, HEAD_DIM, HEAD_DIM),), torch.float64)
+    gathered: list[int] = []
+    for name in ("gather", "take"):
+        real = getattr(PageTable, name)
+
+        def counted(self: Any, *args: Any, real: Any = real) -> Any:
+            out = real(self, *args)
+            gathered.append(sum(x.numel() * x.element_size() for x in out.values()))
+            return out
+
+        monkeypatch.setattr(PageTable, name, counted)
+    predicted = 0
+    for t, (q, k, v) in enumerate(rest):
+        predicted += config.read_bytes(shape, prefill, t)
+        raw = [*(row.sinks or ()), *row.window()]
+        raw += [row._window_mass()] if row.config.tracks_mass else []
+        gathered += [x.numel() * x.element_size() for x in raw]
+        out, mass = row.attend(q, k, v, SCALE, impl="torch")
+        row.commit(k, v, mass)
+    assert 0 <= predicted - sum(gathered) < steps * HEADS  # summaries shared out to steps are rounded up
+    if isinstance(config.reader, TopK) and config.reader.fraction < 1 and not config.budget.evicts:
+        everything = dataclasses.replace(config, reader=Dense()).read_bytes(shape, prefill)
+        assert config.read_bytes(shape, prefill) < everything
+        assert config.read_bytes(shape, prefill) < config.predicted_bytes(shape, prefill)
+
+
+def test_what_a_quarter_of_the_chunks_costs_to_read() -> None:
+    """4096 tokens, head dim 64, int4 of 40 bytes a token and side: 252 of its 1024 chunks, 128 bytes of bounds each."""
+    config = KVConfig(key=Affine(bits=4), value=Affine(bits=4), reader=TopK(dense_layers=0), raw_dtype="float16")
+    shape = ModelShape((LayerShape(3, 64, 64),), torch.float32)
+    stored = 4096 - 4 - 64
+    assert stored % 16 == 12
+    chunks = 252
+    per_head = chunks * 16 * 2 * 64 * 2 // 16 + 63 * 16 * (40 + 40) + (4 + 64) * 2 * 64 * 2
+    assert config.read_bytes(shape, 4096) == 3 * per_head
+    assert dataclasses.replace(config, reader=Dense()).read_bytes(shape, 4096) == 3 * (stored * 80 + 68 * 256)
+    assert config.predicted_bytes(shape, 4096) == 3 * (252 * (16 * 80 + 256) + 68 * 256)
