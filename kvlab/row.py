@@ -2,18 +2,23 @@
 encodes, in that order. Knows neither model nor transformers.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlab.centre import Centre, Places, positions_of
+from kvlab.centre import Centre, KeyTerm, Places, joined, positions_of
 from kvlab.codecs.base import Packed, to_raw
 from kvlab.config import LayerConfig, Occupancy
 from kvlab.evicting import Leaving, flush
 from kvlab.kernels import attend as kernel
+from kvlab.kernels.dispatch import Impl
 from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
-from kvlab.reading import KeyTerm, Reading, pages
+from kvlab.kernels.rowwise import runs_compiled
+from kvlab.reading import Reading, pages
 from kvlab.selecting import Choice, Remembered, all_read, choose
+from kvlab.stepping import Pinned, Single, attend_single
 from kvlab.store import PagePool, PageTable
 
 
@@ -26,6 +31,7 @@ class Row:
         if (centre is None) != (config.centring == "none"):
             raise ValueError(f"centring {config.centring!r} takes {'a' if centre is None else 'no'} centre of the keys")
         self.config, self.centre = config, centre
+        self.group: int | None = None  # how many heads share a budget, if any do: all, but in a joined row
         self.raw = raw
         self.table = PageTable(pool, kv_heads)
         self.seen = 0
@@ -33,6 +39,7 @@ class Row:
         self._window: tuple[Tensor, Tensor] | None = None  # preallocated; the first `n_window` tokens are real
         self._mass: Tensor | None = None
         self.n_window = 0
+        self._pinned = Pinned()
         self._choice: Choice | None = None  # of the forward being served
         self._remembered: Remembered | None = None  # what the last block of queries read, while the pages stand
 
@@ -148,10 +155,11 @@ class Row:
         softcap: float | None = None,
         sink_logits: Float[Tensor, " H"] | None = None,
         observe: bool = True,
+        impl: Impl = "auto",
     ) -> tuple[Float[Tensor, "H Q E"], Tensor | None]:
         """Attention of the new tokens over everything held and themselves; and the attention mass, if it is tracked.
 
-        The mass is [N, stored + sinks + window + Q], in that column order.
+        The mass is [N, stored + sinks + window + Q], in that column order. `impl` says how a lone token is served.
         """
         n_queries, scorer = q.shape[1], self.config.scorer
         tracked = observe and self.config.tracks_mass
@@ -161,23 +169,47 @@ class Row:
             if tracked and weights is None:
                 return out, all_read(*k.shape[:2], n_queries - 1, k.device)
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
-        choice = choose(self.config, self.table, q, self.seen, self._remembered)
+        choice = choose(self.config, self.table, q, self.seen, self._remembered, self._key_term())
         if observe:
             self._choice = choice
+        if n_queries == 1 and runs_compiled(impl, q.device, q.dtype, self.raw):
+            raw = [(*self.sinks, self.n_sinks)] if self.sinks else []
+            raw += [(*self._window, self.n_window)] if self._window else []
+            raw.append((k, v, 1))
+            single = Single(q[:, 0], scale, softcap, sink_logits, choice, self.centre, self.seen)
+            stored = self._pinned.stored(self.config, self.table, self.n_sinks, (k.shape[2], v.shape[2]))
+            served, mass = attend_single(single, stored, raw, weights)
+        else:
+            served, mass = self._attend_blocks(q, k, v, scale, softcap, sink_logits, choice, weights)
+        if tracked and weights is None:
+            columns = self.table.length + self.n_sinks + self.n_window + n_queries
+            mass = all_read(k.shape[0], columns, self.seen + n_queries - 1, k.device)
+            if choice is not None:
+                mass[:, : self.table.length] = choice.last_read(self.seen, self.table.length)
+        return served, mass
+
+    def _attend_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+        choice: Choice | None,
+        weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `attend`, in plain torch and blocks of queries."""
         out, mass = [], None
-        columns = self.table.length + self.n_sinks + self.n_window + n_queries
+        columns = self.table.length + self.n_sinks + self.n_window + q.shape[1]
         raw = [(part[0], part[1]) for part in (self.sinks, self.window(), (k, v)) if part]
         reading = Reading(self.config, self.table, raw, choice, self._key_term())
-        for part in query_blocks(n_queries, q.shape[0] * columns):
+        for part in query_blocks(q.shape[1], q.shape[0] * columns):
             probs = reading.probabilities(q[:, part], part.start, scale, softcap, sink_logits)
             out.append(kernel.unfold_heads(reading.mix(probs), q.shape[0]))
             if weights is not None:
                 seen = reading.spread(kernel.attention_mass(probs, weights[part]))
                 mass = seen if mass is None else mass + seen
-        if tracked and weights is None:
-            mass = all_read(k.shape[0], columns, self.seen + n_queries - 1, k.device)
-            if choice is not None:
-                mass[:, : self.table.length] = choice.last_read(self.seen, self.table.length)
         return torch.cat(out, dim=1).to(q.dtype), mass
 
     def _key_term(self) -> KeyTerm | None:
@@ -205,7 +237,7 @@ class Row:
             k, v = k[:, filled:], v[:, filled:]
             new_mass = None if new_mass is None else new_mass[:, filled:]
         flushed = self.config.flush_tokens(self.n_window + k.shape[1], n_new)
-        if flushed == 0:
+        if flushed == 0 or self.config.scope == "model":  # which rows that share a budget `settle` together
             self._extend(k, v, new_mass)
             return
         keys, values = (self._joined(i, x) for i, x in enumerate((k, v)))
@@ -261,7 +293,44 @@ class Row:
         first = self.seen - self.n_window - new
         positions = torch.arange(first, first + new, device=k.device).expand(k.shape[0], -1)
         leaving, protected = Leaving(k, v, positions, mass), self.n_sinks + self.n_window
-        flush(self.config, self.table, leaving, protected, self.seen, self.raw, self.centre)
+        flush(self.config, self.table, leaving, protected, self.seen, self.raw, self.centre, self.group)
+
+    def _cut_window(self, count: int) -> None:
+        """Let go of the first `count` tokens of the window; a prompt's room goes with them."""
+        rest = slice(count, self.n_window)
+        window = [x[:, rest].clone() for x in self._window or ()]
+        mass = None if self._mass is None else self._mass[:, rest].clone()
+        self.n_window -= count
+        if count > self.config.page_tokens:
+            self._window, self._mass = (window[0], window[1]), mass
+            return
+        for old, kept in zip([*(self._window or ()), self._mass], [*window, mass], strict=True):
+            if old is not None and kept is not None:
+                old[:, : self.n_window] = kept
+
+
+def settle(rows: Sequence[Row]) -> None:
+    """Flush the windows of rows that share one budget: one sequence's layers, as the heads of one long row.
+
+    Does nothing while no window overflows. Raises ValueError when the rows do not share a pool.
+    """
+    first = rows[0]
+    flushed = first.config.flush_tokens(first.n_window, 1)
+    if flushed == 0:
+        return
+    windows = [row.window() for row in rows]
+    k, v = (torch.cat([window[i][:, :flushed] for window in windows]) for i in (0, 1))
+    mass = torch.cat([row._window_mass()[:, :flushed] for row in rows]) if first.config.tracks_mass else None
+    for row in rows:
+        row._cut_window(flushed)
+        row._remembered = None  # chunks are about to move
+    start = first.seen - first.n_window - flushed
+    positions = torch.arange(start, start + flushed, device=k.device).expand(k.shape[0], -1)
+    leaving, protected = Leaving(k, v, positions, mass), first.n_sinks + first.n_window
+    table = PageTable.joined([row.table for row in rows])
+    flush(first.config, table, leaving, protected, first.seen, first.raw, joined([row.centre for row in rows]))
+    for row, part in zip(rows, table.dealt([len(row.table.pages) for row in rows]), strict=True):
+        row.table = part
 
 
 def _placed(buffer: Tensor, new: Tensor, at: int, room: int) -> Tensor:

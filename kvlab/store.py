@@ -4,7 +4,8 @@ A page holds P tokens of one head: every stream of the K and V codecs, positions
 Heads may hold different numbers of tokens. The store moves bytes; it does not know what they mean.
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Int
@@ -24,6 +25,7 @@ class PagePool:
         }
         self.free: list[int] = []
         self.n_pages = 0
+        self.moves = 0  # how often the streams were rebuilt: views of them are void after it
 
     @property
     def page_bytes(self) -> int:
@@ -54,6 +56,7 @@ class PagePool:
 
     def _move(self, source: Tensor, size: int) -> None:
         """Rebuild each stream with `size` pages, of which the first are copies of pages `source`."""
+        self.moves += 1
         for name, old in self.streams.items():
             # Zeros, not empty: unread slots of a page must not turn 0 * x into NaN.
             new = torch.zeros(size, *old.shape[1:], dtype=old.dtype, device=old.device)
@@ -191,7 +194,9 @@ class PageTable:
         """
         per_page = self.pool.page_tokens // unit_tokens
         moved = {}
-        for name, rows in self.gather([n for n, s in self.pool.layout.items() if not s.derived or per_page == 1]).items():
+        for name, rows in self.gather(
+            [n for n, s in self.pool.layout.items() if not s.derived or per_page == 1]
+        ).items():
             grouped = rows.unflatten(1, (-1, self.pool.layout[name].rows // per_page))
             index = kept[..., None, None].expand(-1, -1, *grouped.shape[2:])
             moved[name] = grouped.gather(1, index).flatten(1, 2)
@@ -206,10 +211,24 @@ class PageTable:
         part.counts = self.counts[which]
         return part
 
+    @classmethod
+    def joined(cls, tables: Sequence["PageTable"]) -> "PageTable":
+        """All heads of several tables side by side, over the same pages. Raises ValueError for tables of two pools."""
+        if any(table.pool is not tables[0].pool for table in tables):
+            raise ValueError("tables can be joined only where they share a pool: one config and one shape for all")
+        whole = cls(tables[0].pool, 0)
+        whole.pages = [list(head) for table in tables for head in table.pages]
+        whole.counts = [count for table in tables for count in table.counts]
+        return whole
+
+    def dealt(self, heads: Sequence[int]) -> list["PageTable"]:
+        """The heads in parts of so many each: the inverse of `joined`."""
+        ends = list(itertools.accumulate(heads))
+        return [self.heads(slice(end - count, end)) for count, end in zip(heads, ends, strict=True)]
+
     def clear(self) -> None:
         """Give every page back."""
-        for pages in self.pages:
-            self.pool.release(pages)
+        self.pool.release([page for head in self.pages for page in head])
         self.pages = [[] for _ in self.pages]
         self.counts = [0] * len(self.counts)
         self._index = None

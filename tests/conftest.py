@@ -27,9 +27,11 @@ if importlib.util.find_spec("triton") is not None and _no_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Shapes and types of every annotated function here are checked at each call a test makes. Of the kernels, all but the
-# Triton files: the compiler reads their source and takes no rewritten functions.
+# Triton and numba files: a compiler reads their source and takes no rewritten functions.
 KERNELS = sorted(
-    f"kvlab.kernels.{path.stem}" for path in (ROOT / "kvlab/kernels").glob("[!_]*.py") if "_triton" not in path.stem
+    f"kvlab.kernels.{path.stem}"
+    for path in (ROOT / "kvlab/kernels").glob("[!_]*.py")
+    if not path.stem.endswith(("_triton", "_numba"))
 )
 CHECKED = (
     *KERNELS,
@@ -37,6 +39,7 @@ CHECKED = (
     "kvlab.codecs",
     "kvlab.policies",
     "kvlab.reading",
+    "kvlab.stepping",
     "kvlab.row",
     "kvlab.cache",
     "kvlab.stacked",

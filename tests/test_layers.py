@@ -25,6 +25,7 @@ FLOORS: dict[str, float] = {
     "selecting": 2.55,
     "reading": 2.6,
     "evicting": 2.65,
+    "stepping": 2.65,
     "row": 2.7,
     "cache": 3,
     "stacked": 3.2,
@@ -56,6 +57,7 @@ DOORS: dict[str, set[str]] = {
     "optuna": {"search"},
     "papermill": {"sweep"},
     "triton": {"kernels", "bench"},  # bench: compiling ahead of time
+    "numba": {"kernels"},
 }
 NEVER = {"tests", "sweeps", "notebooks", "tiny", "conftest", "pytest", "hypothesis", "beartype"}
 

@@ -1,0 +1,176 @@
+"""What the compiled row attention takes: plain arrays and small integers for pages and raw tokens, no copy made.
+
+Needs no numba until something is attended.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.kernels.formats import FP8_DTYPES, Format, static_scale
+from kvlab.kernels.rowwise import Extras, Raw, Stored
+
+F32_RAW, F16_RAW, BF16_RAW, FP8, AFFINE = range(5)
+
+
+class Part(NamedTuple):
+    """Raw tokens: `data` uint8 [N, T, bytes] of `kind`, of which the first `count` are real."""
+
+    kind: int
+    data: np.ndarray
+    count: int
+
+
+class Bytes(NamedTuple):
+    """One stream of K or V: `data` uint8 [pages, P, bytes]; the other arrays are empty where the kind needs none.
+
+    `scale` and `zero` hold fp16 bits, [pages, rows * width]: one row for each token, or one for the whole page
+    (`by_channel`). `exponent` int8 [pages, P] and `head_scale` [N] are those of fp8, `table` what its 256 bytes mean.
+    """
+
+    kind: int
+    bits: int
+    group: int
+    by_channel: bool
+    offset: float
+    rotated: bool
+    data: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray
+    exponent: np.ndarray
+    head_scale: np.ndarray
+    table: np.ndarray
+
+
+class Pages(NamedTuple):
+    """The encoded tokens of one row, as `rowwise.Stored` has them."""
+
+    k: Bytes
+    v: Bytes
+    index: np.ndarray
+    counts: np.ndarray
+    longest: int
+    page_tokens: int
+    position: np.ndarray
+    first: int
+
+
+PARTS = 3  # of raw tokens: sinks, window, new
+_KINDS = {torch.float32: F32_RAW, torch.float16: F16_RAW, torch.bfloat16: BF16_RAW}
+# What stands for an array that a format, or a call, does without.
+_NONE = np.empty(0, np.float32)
+_NO_ROWS = np.empty((0, 0), np.float32)
+_NO_WORDS = np.empty((0, 0), np.uint16)
+_NO_SIGNS = np.empty((0, 0), np.int8)
+_NO_POSITION = np.empty((0, 0, 0), np.int32)
+_NO_PART = Part(F32_RAW, np.empty((0, 0, 0), np.uint8), 0)
+
+
+def step(
+    q: Tensor, stored: Stored | None, raw: Sequence[Raw], scale: float, extras: Extras, mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What `rowwise.attend_one` is asked for. Everything on the CPU; q and raw tokens in float32 or 16 bit."""
+    n_heads, value_dim = raw[0][0].shape[0], raw[0][1].shape[2]
+    out = torch.empty(q.shape[0], value_dim)
+    pages = _no_pages(n_heads) if stored is None else stored.arrays
+    columns = pages.longest + sum(count for _, _, count in raw)
+    seen = torch.empty(n_heads, columns) if mass else None
+    parts = [(_part(k, count), _part(v, count)) for k, v, count in raw]
+    parts += [(_NO_PART, _NO_PART)] * (PARTS - len(parts))
+    from kvlab.kernels.rowwise_numba import attend
+
+    attend(
+        (q.float() * scale).contiguous().numpy(),
+        pages,
+        tuple(k for k, _ in parts),
+        tuple(v for _, v in parts),
+        _none_selected(n_heads) if extras.selected is None else extras.selected.long().contiguous().numpy(),
+        extras.chunk,
+        extras.softcap or 0.0,
+        _NONE if extras.sink_logits is None else extras.sink_logits.float().contiguous().numpy(),
+        _NO_ROWS if extras.drift is None else extras.drift.float().contiguous().numpy(),
+        _NO_ROWS if extras.trig is None else extras.trig.float().contiguous().numpy(),
+        _NO_ROWS if seen is None else seen.numpy(),
+        out.numpy(),
+    )
+    return out, seen
+
+
+def _part(x: Tensor, count: int) -> Part:
+    return Part(_KINDS[x.dtype], x.contiguous().view(torch.uint8).numpy(), count)
+
+
+def pages_of(stored: Stored) -> Pages:
+    """Views of the same memory."""
+    heads = stored.index.shape[0]
+    return Pages(
+        _bytes_of(stored.key, stored.key_format, heads),
+        _bytes_of(stored.value, stored.value_format, heads),
+        stored.index.numpy(),
+        stored.counts.numpy(),
+        stored.longest,
+        stored.page_tokens,
+        _NO_POSITION if stored.position is None else stored.position.numpy(),
+        stored.first,
+    )
+
+
+@functools.cache
+def _no_pages(heads: int) -> Pages:
+    nothing = Bytes(F32_RAW, 32, 1, False, 0.0, False, _NO_PART.data, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
+    index, counts = np.zeros((heads, 0), np.int64), np.zeros(heads, np.int64)
+    return Pages(nothing, nothing, index, counts, 0, 1, _NO_POSITION, 0)
+
+
+@functools.cache
+def _none_selected(heads: int) -> np.ndarray:
+    return np.zeros((heads, 0), np.int64)
+
+
+@functools.cache
+def _table(name: str) -> np.ndarray:
+    """What each byte of an fp8 format means."""
+    return torch.arange(256).to(torch.uint8).view(FP8_DTYPES[name]).float().numpy()
+
+
+def _flat_bits(x: Tensor) -> np.ndarray:
+    return x.view(torch.uint16).flatten(1).numpy()
+
+
+def _bytes_of(streams: Mapping[str, Tensor], fmt: Format, heads: int) -> Bytes:
+    """One stream, sharing its memory."""
+    if fmt.kind == "raw":
+        kind, _, _ = part = _part(streams["data"], 0)
+        return Bytes(kind, fmt.bits, 1, False, 0.0, False, part.data, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
+    codes = streams["codes"].numpy()
+    if fmt.kind == "fp8":
+        signs = _NO_SIGNS if fmt.exponents else streams["exponent"].flatten(1).numpy()
+        scales = _head_scales(fmt, heads) if fmt.exponents else _NONE
+        return Bytes(FP8, 8, 1, False, 0.0, fmt.hadamard, codes, _NO_WORDS, _NO_WORDS, signs, scales, _table(fmt.fp8))
+    scale, zero = _flat_bits(streams["scale"]), _NO_WORDS
+    if fmt.mode == "asymmetric":
+        zero = _flat_bits(streams["zero"])
+    by_channel = fmt.axis == "channel"
+    return Bytes(
+        AFFINE,
+        fmt.bits,
+        fmt.group,
+        by_channel,
+        fmt.groups.offset,
+        fmt.hadamard,
+        codes,
+        scale,
+        zero,
+        _NO_SIGNS,
+        _NONE,
+        _NONE,
+    )
+
+
+@functools.cache
+def _head_scales(fmt: Format, heads: int) -> np.ndarray:
+    return static_scale(fmt, heads, torch.float32, torch.device("cpu")).contiguous().numpy()

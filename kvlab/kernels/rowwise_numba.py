@@ -1,0 +1,363 @@
+"""Compiled for CPUs: attention of one query per head straight from the pages, each code unpacked once for all query
+heads of its KV head. Needs numba; nothing is compiled before the first call, and the result is kept on disk. All of it
+is one file because a change of this file is what makes the kept result void.
+
+One specialisation serves every format: bytes come in as bytes and a small integer says what they mean, so the branch
+is taken once for a span of tokens and costs nothing. Loops run over slices, from zero, four tokens at a time: the forms
+that compile to vector code. Sums may be reordered; NaN and infinity keep their meaning.
+"""
+
+import numpy as np
+from numba import njit
+
+from kvlab.kernels.rowwise_arrays import AFFINE, F16_RAW, F32_RAW, FP8
+
+# Tokens decoded at once: with head dim 128 these are 8 KiB, a sixth of a first-level cache.
+SPAN = 16
+_FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "nogil": True, "error_model": "numpy"}
+
+
+@njit(inline="always")
+def _as_float(bits):
+    return np.uint32(bits).view(np.float32)
+
+
+@njit(inline="always")
+def _half(h):
+    """fp16 bits as float32, exact; the subnormals by a subtraction, since multiplying them would trap to microcode."""
+    x = np.uint32(h)
+    magnitude = np.uint32(np.uint32(x & np.uint32(0x7FFF)) << np.uint32(13))
+    exponent = np.uint32(magnitude & np.uint32(0x0F800000))
+    value = (
+        _as_float(magnitude + np.uint32(112 << 23))
+        if exponent
+        else _as_float(magnitude + np.uint32(113 << 23)) - np.float32(2.0**-14)
+    )
+    value = _as_float(magnitude | np.uint32(0x7F800000)) if exponent == np.uint32(0x0F800000) else value
+    return -value if x & np.uint32(0x8000) else value
+
+
+@njit(inline="always")
+def exp(x):
+    """exp for x <= 0, within two units in the last place: a power of two times a polynomial on half an octave."""
+    low = np.float32(-87.0)
+    y = low if x < low else x
+    n = np.float32(np.floor(y * np.float32(1.4426950408889634) + np.float32(0.5)))
+    # ln 2 in two parts, the first with so few bits that n times it is exact.
+    r = (y - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.0 / 5040.0)
+    p = p * r + np.float32(1.0 / 720.0)
+    p = p * r + np.float32(1.0 / 120.0)
+    p = p * r + np.float32(1.0 / 24.0)
+    p = p * r + np.float32(1.0 / 6.0)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1.0)
+    p = p * r + np.float32(1.0)
+    power = _as_float(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+    return np.float32(0.0) if x < low else p * power
+
+
+@njit(**_FAST)
+def _rotate(x):
+    """Each row of x times the block Hadamard matrix, in place."""
+    width = x.shape[1]
+    block = width & -width
+    for row in range(x.shape[0]):
+        y = x[row]
+        half = 1
+        while half < block:
+            for start in range(0, width, 2 * half):
+                for i in range(start, start + half):
+                    a, b = y[i], y[i + half]
+                    y[i], y[i + half] = a + b, a - b
+            half *= 2
+        y *= np.float32(1.0 / np.sqrt(block))
+
+
+@njit(**_FAST)
+def _unpack(data, bits, tile):
+    """Codes as floats. data [n, bytes], planes as `pack` lays them out."""
+    n, width = tile.shape[0], tile.shape[1]
+    if bits == 8:
+        for t in range(n):
+            src, dst = data[t], tile[t]
+            for j in range(width):
+                dst[j] = np.float32(np.int32(src[j]))
+    elif bits == 4:
+        part = width // 2
+        for t in range(n):
+            src, dst = data[t], tile[t]
+            for j in range(part):
+                byte = np.int32(src[j])
+                dst[j] = np.float32(np.int32(byte & 15))
+                dst[j + part] = np.float32(np.int32(byte >> 4))
+    else:
+        part = width // 4
+        for t in range(n):
+            src, dst = data[t], tile[t]
+            for j in range(part):
+                byte = np.int32(src[j])
+                dst[j] = np.float32(np.int32(byte & 3))
+                dst[j + part] = np.float32(np.int32(np.int32(byte >> 2) & 3))
+                dst[j + 2 * part] = np.float32(np.int32(np.int32(byte >> 4) & 3))
+                dst[j + 3 * part] = np.float32(np.int32(byte >> 6))
+    if bits == 3:
+        part, top = width // 4, width // 8
+        for t in range(n):
+            src, dst = data[t, part : part + top], tile[t]
+            for i in range(8):
+                for j in range(top):
+                    dst[i * top + j] += np.float32(np.int32(((np.int32(src[j]) >> np.int32(i)) & 1) << 2))
+
+
+@njit(**_FAST)
+def _scale(stream, page, start, tile, steps, shifts):
+    """Codes in `tile` into values: by groups along each token, or by channel with one row for the page."""
+    n, width = tile.shape[0], tile.shape[1]
+    groups = width // stream.group
+    first = 0 if stream.by_channel else start * groups
+    many = width if stream.by_channel else n * groups
+    halves = stream.scale[page, first : first + many]
+    for i in range(halves.shape[0]):
+        steps[i] = _half(halves[i])
+    if stream.zero.shape[0]:
+        halves = stream.zero[page, first : first + many]
+        for i in range(halves.shape[0]):
+            shifts[i] = _half(halves[i])
+    else:
+        offset = np.float32(stream.offset)
+        for i in range(many):
+            shifts[i] = -offset * steps[i]
+    if stream.by_channel:
+        for t in range(n):
+            dst = tile[t]
+            for d in range(width):
+                dst[d] = dst[d] * steps[d] + shifts[d]
+        return
+    i = 0
+    for t in range(n):
+        row = tile[t]
+        for g in range(groups):
+            step, shift = steps[i], shifts[i]
+            dst = row[g * stream.group : (g + 1) * stream.group]
+            for d in range(dst.shape[0]):
+                dst[d] = dst[d] * step + shift
+            i += 1
+
+
+@njit(**_FAST)
+def _load_raw(kind, data, tile):
+    """Uncompressed tokens, data uint8 [n, bytes], into `tile` [n, D]."""
+    n, width = tile.shape[0], tile.shape[1]
+    if kind == F32_RAW:
+        words = data.view(np.float32)
+        for t in range(n):
+            src, dst = words[t], tile[t]
+            for d in range(width):
+                dst[d] = src[d]
+        return
+    halves = data.view(np.uint16)
+    for t in range(n):
+        bits, dst = halves[t], tile[t]
+        if kind == F16_RAW:
+            for d in range(width):
+                dst[d] = _half(bits[d])
+        else:
+            for d in range(width):
+                dst[d] = _as_float(np.uint32(bits[d]) << np.uint32(16))
+
+
+@njit(**_FAST)
+def _load(stream, head, page, start, tile, steps, shifts):
+    """Values of tokens start, start + 1, ... of one page into `tile` [n, D]."""
+    n, width = tile.shape[0], tile.shape[1]
+    data = stream.data[page, start : start + n]
+    if stream.kind == AFFINE:
+        _unpack(data, stream.bits, tile)
+        _scale(stream, page, start, tile, steps, shifts)
+    elif stream.kind == FP8:
+        for t in range(n):
+            step = stream.head_scale[head]
+            if stream.exponent.shape[0]:
+                step = _as_float(np.uint32(np.int32(stream.exponent[page, start + t]) + np.int32(127)) << np.uint32(23))
+            src, dst = data[t], tile[t]
+            for d in range(width):
+                dst[d] = stream.table[src[d]] * step
+    else:
+        _load_raw(stream.kind, data, tile)
+
+
+@njit(**_FAST)
+def _dots(q, tile, logits, column):
+    """logits[g, column + t] = q[g] . tile[t], four tokens at a time."""
+    n, width = tile.shape[0], tile.shape[1]
+    t = 0
+    while t + 4 <= n:
+        r0, r1, r2, r3 = tile[t], tile[t + 1], tile[t + 2], tile[t + 3]
+        for g in range(q.shape[0]):
+            row = q[g]
+            a0 = a1 = a2 = a3 = np.float32(0.0)
+            for d in range(width):
+                x = row[d]
+                a0 += x * r0[d]
+                a1 += x * r1[d]
+                a2 += x * r2[d]
+                a3 += x * r3[d]
+            out = logits[g, column + t : column + t + 4]
+            out[0], out[1], out[2], out[3] = a0, a1, a2, a3
+        t += 4
+    while t < n:
+        r0 = tile[t]
+        for g in range(q.shape[0]):
+            row = q[g]
+            a0 = np.float32(0.0)
+            for d in range(width):
+                a0 += row[d] * r0[d]
+            logits[g, column + t] = a0
+        t += 1
+
+
+@njit(**_FAST)
+def _mix(probs, column, tile, out):
+    """out[g] += sum over t of probs[g, column + t] * tile[t], four tokens at a time."""
+    n, width = tile.shape[0], tile.shape[1]
+    t = 0
+    while t + 4 <= n:
+        r0, r1, r2, r3 = tile[t], tile[t + 1], tile[t + 2], tile[t + 3]
+        for g in range(out.shape[0]):
+            p = probs[g, column + t : column + t + 4]
+            p0, p1, p2, p3 = p[0], p[1], p[2], p[3]
+            row = out[g]
+            for d in range(width):
+                row[d] += p0 * r0[d] + p1 * r1[d] + p2 * r2[d] + p3 * r3[d]
+        t += 4
+    while t < n:
+        r0 = tile[t]
+        for g in range(out.shape[0]):
+            p0, row = probs[g, column + t], out[g]
+            for d in range(width):
+                row[d] += p0 * r0[d]
+        t += 1
+
+
+@njit(**_FAST)
+def _softmax(logits, columns, softcap, sinks):
+    """In place over the first `columns`; `sinks` [G] take probability and add no value, [0] for none."""
+    for g in range(logits.shape[0]):
+        row = logits[g, :columns]
+        if softcap > 0:
+            for t in range(columns):
+                row[t] = softcap * np.float32(np.tanh(row[t] / softcap))
+        top = sinks[g] if sinks.shape[0] else np.float32(-np.inf)
+        for t in range(columns):
+            top = max(top, row[t])
+        total = np.float32(0.0)
+        for t in range(columns):
+            weight = exp(row[t] - top)
+            row[t] = weight
+            total += weight
+        if sinks.shape[0]:
+            total += exp(sinks[g] - top)
+        inverse = np.float32(1.0) / total if total > 0 or total != total else np.float32(0.0)
+        for t in range(columns):
+            row[t] *= inverse
+
+
+@njit(**_FAST)
+def _spans(selected, chunk, page_tokens, count, starts, ends):
+    """Tokens to read of one head as ranges within pages, at most SPAN long; returns how many ranges."""
+    n = 0
+    unit = chunk if selected.shape[0] else page_tokens
+    units = selected.shape[0] if selected.shape[0] else (count + unit - 1) // unit
+    for u in range(units):
+        begin = (selected[u] if selected.shape[0] else u) * unit
+        end = min(begin + unit, count)
+        while 0 <= begin < end:
+            starts[n], ends[n] = begin, min(begin + SPAN, end)
+            begin += SPAN
+            n += 1
+    return n
+
+
+@njit(cache=True, **_FAST)
+def attend(q, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift, trig, mass, out):
+    """One query for each of H heads, `q` [H, D] scaled already; writes `out` [H, E] and, if it has rows, `mass`.
+
+    `raw_k` and `raw_v` are PARTS parts each. `selected` [N, S] are chunks to read, all where it has no column; `drift`
+    [H, D] and `trig` add a term that depends on the position to the logits of stored tokens. `mass` is [N, L + raw].
+    """
+    k, v, index, counts, longest, page_tokens, position, first = pages
+    heads, width = counts.shape[0], out.shape[1]
+    group = q.shape[0] // heads
+    total_raw = raw_k[0].count + raw_k[1].count + raw_k[2].count
+    units = max((longest + page_tokens - 1) // page_tokens, selected.shape[1])
+    most = units * ((max(page_tokens, chunk) + SPAN - 1) // SPAN)
+    starts, ends = np.empty(most, np.int64), np.empty(most, np.int64)
+    logits = np.empty((group, longest + total_raw), np.float32)
+    k_tile = np.empty((SPAN, q.shape[1]), np.float32)
+    v_tile = np.empty((SPAN, width), np.float32)
+    most = SPAN * max(q.shape[1], width)
+    steps, shifts = np.empty(most, np.float32), np.empty(most, np.float32)
+    for n in range(heads):
+        q_n = q[n * group : (n + 1) * group]
+        q_pages = q_n.copy()
+        if k.rotated:
+            _rotate(q_pages)
+        spans = _spans(selected[n], chunk, page_tokens, counts[n], starts, ends)
+        column = 0
+        for s in range(spans):
+            begin, size = starts[s], ends[s] - starts[s]
+            page, slot = index[n, begin // page_tokens], begin % page_tokens
+            tile = k_tile[:size]
+            _load(k, n, page, slot, tile, steps, shifts)
+            _dots(q_pages, tile, logits, column)
+            if drift.shape[0]:
+                for t in range(size):
+                    at = position[page, slot + t, 0] if position.shape[0] else first + begin + t
+                    for g in range(group):
+                        a, b, term = drift[n * group + g], trig[at], np.float32(0.0)
+                        for d in range(b.shape[0]):
+                            term += a[d] * b[d]
+                        logits[g, column + t] += term
+            column += size
+        read = column
+        for part in raw_k:
+            for begin in range(0, part.count, SPAN):
+                size = min(SPAN, part.count - begin)
+                tile = k_tile[:size]
+                _load_raw(part.kind, part.data[n, begin : begin + size], tile)
+                _dots(q_n, tile, logits, column)
+                column += size
+        sinks = sink_logits[n * group : (n + 1) * group] if sink_logits.shape[0] else sink_logits
+        _softmax(logits, column, softcap, sinks)
+        mixed = out[n * group : (n + 1) * group]
+        mixed[:] = 0
+        column = 0
+        for s in range(spans):
+            begin, size = starts[s], ends[s] - starts[s]
+            tile = v_tile[:size]
+            _load(v, n, index[n, begin // page_tokens], begin % page_tokens, tile, steps, shifts)
+            _mix(logits, column, tile, mixed)
+            column += size
+        if v.rotated:
+            _rotate(mixed)
+        for part in raw_v:
+            for begin in range(0, part.count, SPAN):
+                size = min(SPAN, part.count - begin)
+                tile = v_tile[:size]
+                _load_raw(part.kind, part.data[n, begin : begin + size], tile)
+                _mix(logits, column, tile, mixed)
+                column += size
+        if mass.shape[0]:
+            share = np.float32(1.0 / group)
+            into = mass[n]
+            into[:] = 0
+            column = 0
+            for s in range(spans):
+                for t in range(starts[s], ends[s]):
+                    for g in range(group):
+                        into[t] += logits[g, column] * share
+                    column += 1
+            for t in range(total_raw):
+                for g in range(group):
+                    into[longest + t] += logits[g, read + t] * share
