@@ -9,7 +9,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,8 @@ import tomli_w
 
 from kvlab.codecs import Affine, Codec, Fp8, Raw
 from kvlab.config import KVConfig, ModelShape
-from kvlab.policies import Threshold, WindowAttention
+from kvlab.kernels.chunks import Bound
+from kvlab.policies import Dense, Reader, Threshold, TopK, WindowAttention
 
 # A workload table says where a config was found; it changes nothing here and is left alone.
 TABLES = ("kv_config", "kv_cache", "server", "workload")
@@ -112,7 +113,7 @@ class Settings:
     def _unreached(self, reached: float, shape: ModelShape, tokens: int) -> str:
         """What would do instead: the mildest dtype that meets the demand, and the most any reaches."""
         threshold = self.config.budget.quantile if isinstance(self.config.budget, Threshold) else 0.0
-        by_dtype = {d: ratio(build(d, threshold, shape), shape, tokens) for d in DTYPES}
+        by_dtype = {d: ratio(build(d, threshold, shape, _share(self.config)), shape, tokens) for d in DTYPES}
         best = max(by_dtype, key=lambda d: by_dtype[d])
         enough = [d for d in DTYPES if by_dtype[d] >= self.compression_ratio]  # type: ignore[operator]
         hint = f"dtype {enough[0]!r} reaches {_down(by_dtype[enough[0]])}, and t" if enough else "T"
@@ -158,17 +159,39 @@ def codecs(dtype: str, shape: ModelShape | None = None) -> tuple[Codec, Codec, i
     raise ValueError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}{_nearest(str(dtype), DTYPES)}")
 
 
-def build(dtype: str = "auto", eviction_threshold: float = 0.0, shape: ModelShape | None = None) -> KVConfig:
+def build(
+    dtype: str = "auto",
+    eviction_threshold: float = 0.0,
+    shape: ModelShape | None = None,
+    sparse_top_k: float | None = None,
+) -> KVConfig:
     """The config that `[kv_cache]` words stand for.
 
     `eviction_threshold` is a quantile: that share of the tokens leaving the recent window is evicted, those that the
     last 32 queries attended to least (SnapKV's score, which does not favour old tokens); 0 evicts nothing.
+    `sparse_top_k` is what each query reads of the pages that are stored: an integer is that many, a float a share.
     """
     key, value, page = codecs(dtype, shape)
+    config = KVConfig(key=key, value=value, page_tokens=page, reader=_reader(sparse_top_k, key, page))
     if not eviction_threshold:
-        return KVConfig(key=key, value=value, page_tokens=page)
-    budget = Threshold(eviction_threshold)
-    return KVConfig(key=key, value=value, page_tokens=page, scorer=WindowAttention(), budget=budget)
+        return config
+    return replace(config, scorer=WindowAttention(), budget=Threshold(eviction_threshold))
+
+
+def _reader(sparse_top_k: float | None, key: Codec, page: int) -> Reader:
+    """Whole pages; per-channel keys already say in their scales what range a page has."""
+    if sparse_top_k is None:
+        return Dense()
+    bound: Bound = "codec" if key.block_tokens > 1 else "minmax"
+    if isinstance(sparse_top_k, int):
+        return TopK(count=sparse_top_k, chunk=page, bound=bound)
+    return TopK(fraction=sparse_top_k, chunk=page, bound=bound)
+
+
+def _share(config: KVConfig) -> float | None:
+    """What `sparse_top_k` says of a config's reader."""
+    reader = config.reader
+    return None if not isinstance(reader, TopK) else reader.count or reader.fraction
 
 
 def read(source: str | Path, shape: ModelShape | None = None, context: int | None = None) -> Settings:
@@ -180,14 +203,14 @@ def read(source: str | Path, shape: ModelShape | None = None, context: int | Non
     _refuse_unknown(tables, TABLES, "the document")
     cache = _table(tables, "kv_cache", CACHE_KEYS)
     server = _table(tables, "server", SERVER_KEYS)
-    if "kv_config" in tables and ({"dtype", "eviction_threshold"} & cache.keys()):
-        raise ValueError("[kv_config] and [kv_cache] both say how to store: keep dtype and eviction_threshold in one")
-    if "sparse_top_k" in cache:
-        _integer(cache, "sparse_top_k")
-        raise ValueError("sparse_top_k asks for reading some tokens only; this version reads all it stores: remove it")
+    if "kv_config" in tables and ({"dtype", "eviction_threshold", "sparse_top_k"} & cache.keys()):
+        raise ValueError(
+            "[kv_config] and [kv_cache] both say how to store and read: keep dtype, eviction_threshold and sparse_top_k "
+            "in one"
+        )
     native = KVConfig.from_dict(tables["kv_config"]) if "kv_config" in tables else None
     settings = Settings(
-        config=native or build(_dtype(cache), _threshold(cache), shape),
+        config=native or build(_dtype(cache), _threshold(cache), shape, _top_k(cache)),
         server=_server(server) if "server" in tables else None,
         max_context_length=_integer(cache, "max_context_length"),
         compression_ratio=_demand(cache),
@@ -203,10 +226,12 @@ def write(config: KVConfig, shape: ModelShape | None = None) -> str:
     Raises ValueError naming what these words cannot say; `KVConfig.to_toml` can say everything.
     """
     threshold = config.budget.quantile if isinstance(config.budget, Threshold) else 0.0
-    candidates = {d: build(d, threshold, shape) for d in DTYPES if d != "fp8"}
+    share = _share(config)
+    candidates = {d: build(d, threshold, shape, share) for d in DTYPES if d != "fp8"}
     for dtype, candidate in candidates.items():
         if candidate == config:
             words: dict[str, Any] = {"dtype": dtype} | ({"eviction_threshold": threshold} if threshold else {})
+            words |= {} if share is None else {"sparse_top_k": share}
             return tomli_w.dumps({"kv_cache": words})
     differing = [_differences(config, candidate) for candidate in candidates.values()]
     unsaid = min(differing, key=len)
@@ -285,6 +310,20 @@ def _threshold(cache: Mapping[str, Any]) -> float:
     value = _number(cache, "eviction_threshold") or 0.0
     if not 0 <= value < 1:
         raise ValueError(f"eviction_threshold is a quantile in [0, 1), got {value!r}: 0.5 evicts half")
+    return value
+
+
+def _top_k(cache: Mapping[str, Any]) -> float | None:
+    """An integer as it is, pages to read; any other number as the share of them."""
+    value = _number(cache, "sparse_top_k")
+    if value is None:
+        return None
+    if type(cache["sparse_top_k"]) is int:
+        return _integer(cache, "sparse_top_k")
+    if not 0 < value <= 1:
+        raise ValueError(
+            f"sparse_top_k is a share in (0, 1] or a whole number of pages, got {value!r}: 0.25 reads a quarter"
+        )
     return value
 
 

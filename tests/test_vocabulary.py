@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig, LayerShape, ModelShape
-from kvlab.policies import AttentionMass, Fraction, Recency, Threshold, WindowAttention
+from kvlab.policies import AttentionMass, Fraction, Recency, Threshold, TopK, WindowAttention
 from kvlab.vocabulary import DTYPES, Secret, ServerSettings, Settings, build, ratio, read, write
 
 SHAPE = ModelShape((LayerShape(3, 64, 64),) * 30, torch.bfloat16)
@@ -53,6 +53,24 @@ def test_a_threshold_evicts_by_the_attention_of_the_last_queries() -> None:
     config = read("[kv_cache]\ndtype = 'fp8'\neviction_threshold = 0.25").config
     assert (config.scorer, config.budget) == (WindowAttention(window=32), Threshold(0.25))
     assert not read("[kv_cache]\neviction_threshold = 0").config.budget.evicts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said", "reader"),
+    [
+        ("int4", 0.25, TopK(fraction=0.25)),
+        ("fp8", 64, TopK(count=64)),
+        ("auto", 1.0, TopK(fraction=1.0)),
+        ("int2", 0.5, TopK(fraction=0.5, chunk=32, bound="codec")),
+    ],
+)
+def test_sparse_top_k_reads_some_pages_of_all_that_are_stored(dtype: str, said: float, reader: TopK) -> None:
+    text = cache(dtype=dtype, sparse_top_k=said)
+    config = read(text, SHAPE).config
+    assert config.reader == reader
+    assert not config.budget.evicts
+    assert read(write(config, SHAPE), SHAPE).config == config
+    assert config.read_bytes(SHAPE, 8192) < config.predicted_bytes(SHAPE, 8192) or said == 1.0
 
 
 def test_toml_json_and_files_say_the_same(tmp_path: Path) -> None:
@@ -170,9 +188,14 @@ def test_a_config_that_does_not_fit_the_model_is_refused() -> None:
         (cache(dtype="int5"), ["got 'int5'", "the nearest is 'int"]),
         (cache(dtype="FP8"), ["got 'FP8'", "fp8"]),
         (cache(dtype=8), ["dtype must be one of", "got 8"]),
-        (cache(sparse_top_k=64), ["sparse_top_k", "reads all it stores", "remove it"]),
         (cache(sparse_top_k=0), ["sparse_top_k must be an integer of at least 1, got 0"]),
-        (cache(sparse_top_k=True), ["sparse_top_k must be an integer", "True"]),
+        (cache(sparse_top_k=-3), ["sparse_top_k must be an integer of at least 1, got -3"]),
+        (cache(sparse_top_k=0.0), ["sparse_top_k is a share in (0, 1]", "got 0.0", "0.25 reads a quarter"]),
+        (cache(sparse_top_k=1.5), ["sparse_top_k is a share in (0, 1]", "whole number of pages", "got 1.5"]),
+        (cache(sparse_top_k=True), ["sparse_top_k must be a finite number, got True"]),
+        (cache(sparse_top_k="0.5"), ["sparse_top_k must be a finite number, got '0.5'"]),
+        ("[kv_cache]\nsparse_top_k = nan", ["sparse_top_k must be a finite number, got nan"]),
+        (KVConfig().to_toml() + "[kv_cache]\nsparse_top_k = 4", ["both say how to store and read"]),
         (cache(eviction_threshold=1), ["[0, 1)", "1.0"]),
         (cache(eviction_threshold=-0.1), ["[0, 1)", "-0.1"]),
         (cache(eviction_threshold="0.5"), ["eviction_threshold must be a finite number, got '0.5'"]),
@@ -249,15 +272,21 @@ def test_errors_do_not_show_the_key(text: str) -> None:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-@given(dtype=st.sampled_from(DTYPES), threshold=st.just(0.0) | st.floats(0, 1, exclude_max=True))
-def test_what_is_written_reads_back(dtype: str, threshold: float) -> None:
+@given(
+    dtype=st.sampled_from(DTYPES),
+    threshold=st.just(0.0) | st.floats(0, 1, exclude_max=True),
+    share=st.none() | st.integers(1, 500) | st.floats(0, 1, exclude_min=True),
+)
+def test_what_is_written_reads_back(dtype: str, threshold: float, share: float | None) -> None:
     for shape in (None, SHAPE, SMALL_HEADS):
-        config = build(dtype, threshold, shape)
+        config = build(dtype, threshold, shape, share)
         assert read(write(config, shape), shape).config == config
 
 
 def test_written_words() -> None:
     assert write(build("fp8", 0.5)) == '[kv_cache]\ndtype = "fp8_e4m3"\neviction_threshold = 0.5\n'
+    assert write(build("int4", sparse_top_k=64)) == '[kv_cache]\ndtype = "int4"\nsparse_top_k = 64\n'
+    assert write(build("int8", sparse_top_k=0.25)) == '[kv_cache]\ndtype = "int8"\nsparse_top_k = 0.25\n'
     assert write(KVConfig()) == '[kv_cache]\ndtype = "auto"\n'
 
 
@@ -267,7 +296,8 @@ def test_written_words() -> None:
         (KVConfig(key=Affine(bits=3, group=16), value=Fp8()), ["key=Affine(bits=3"]),
         (dataclasses.replace(build("int4"), recent_tokens=128), ["recent_tokens=128"]),
         (dataclasses.replace(build("int8", 0.5), scorer=Recency()), ["scorer=Recency()"]),
-        (KVConfig(budget=Fraction(0.5)), ["budget=Fraction(fraction=0.5)"]),
+        (KVConfig(reader=TopK(bound="mean")), ["reader=TopK("]),
+        (KVConfig(budget=Fraction(0.5)), ["budget=Fraction("]),
         (dataclasses.replace(build("int8"), overrides=((0, Raw(), Raw()),)), ["overrides="]),
     ],
 )
