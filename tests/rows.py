@@ -1,11 +1,14 @@
 """Rows to test on, and random sequences to feed them."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from kvlab.centre import Centre
 from kvlab.config import KVConfig, LayerShape
+from kvlab.kernels.rope import Rotary
 from kvlab.row import Row
 from kvlab.store import PagePool
 
@@ -16,7 +19,25 @@ def make_row(config: KVConfig, heads: int, head_dim: int, dtype: torch.dtype = t
     """An empty row of `layer` on a pool of its own."""
     rule, raw = config.at(layer), config.raw(dtype)
     pool = PagePool(rule.streams(LayerShape(heads, head_dim, head_dim), raw), rule.page_tokens, CPU)
-    return Row(rule, pool, heads, raw)
+    return Row(rule, pool, heads, raw, None if config.centring == "none" else make_centre(heads, head_dim))
+
+
+def make_centre(heads: int, head_dim: int) -> Centre:
+    """A centre a good deal louder than the keys, whose last two dims do not turn."""
+    mu = 4 * torch.randn(heads, head_dim, generator=torch.Generator().manual_seed(17))
+    pairs = head_dim // 2 - 1
+    return Centre(mu, Rotary(100.0 ** -(torch.arange(pairs) / pairs), head_dim))
+
+
+def term_of(centre: Centre, head: int, position: int) -> Tensor:
+    """R_p(mu) by its definition, one pair at a time."""
+    out, pairs = centre.mu[head].double().clone(), centre.rotary.pairs
+    for j in range(pairs):
+        angle = float(torch.tensor(float(position)) * centre.rotary.inv_freq[j])
+        a, b = float(centre.mu[head, j]), float(centre.mu[head, j + pairs])
+        turned = complex(a, b) * complex(math.cos(angle), math.sin(angle))
+        out[j], out[j + pairs] = turned.real, turned.imag
+    return out
 
 
 class Sequence:

@@ -6,6 +6,8 @@ shared with kvlab but the codecs and the plain numbers of the config.
 
 import dataclasses
 import math
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction as Ratio
 from typing import Any
@@ -26,6 +28,7 @@ class Token:
     v: Tensor
     mass: float = 0.0
     range: tuple[Tensor, Tensor] | None = None
+    term: Tensor | float = 0.0  # what is taken out of k before it is encoded
 
 
 @dataclass
@@ -48,10 +51,10 @@ def read_back(codec: Codec, rows: list[Tensor]) -> list[Tensor]:
 
 
 class SlowRow:
-    """`heads[n]` holds the tokens of KV head n."""
+    """`heads[n]` holds the tokens of KV head n. `term(n, position)` is the constant part of its key there."""
 
-    def __init__(self, config: LayerConfig, kv_heads: int) -> None:
-        self.config = config
+    def __init__(self, config: LayerConfig, kv_heads: int, term: Callable[[int, int], Tensor] | None = None) -> None:
+        self.config, self.term = config, term
         self.heads = [Head() for _ in range(kv_heads)]
         self.seen = self.forward_size = 0
 
@@ -64,6 +67,8 @@ class SlowRow:
         out = torch.zeros(q.shape[0], n_new, v.shape[2], dtype=torch.float64)
         for n, head in enumerate(self.heads):
             new = [Token(self.seen + t, k[n, t], v[n, t]) for t in range(n_new)]
+            for token in new:
+                token.term = self.term(n, token.position) if self.term else 0.0
             votes = []
             for t in range(n_new):
                 pages = self.selected(head, q[n * group : (n + 1) * group, t], self.seen + t)
@@ -77,8 +82,15 @@ class SlowRow:
                     out[h, t] = sum(p * token.v for p, token in zip(probs, visible, strict=True))
                 votes.append((visible, mean))
             self.observe(head.all() + new, votes)
-            self.settle(head, new)
+            while new and len(head.sinks) < self.config.sink_tokens:
+                head.sinks.append(new.pop(0))
+            head.window += new
         self.seen += n_new
+        if self.config.scope == "head":
+            for head in self.heads:
+                self.flush([head])
+        elif self.config.scope == "layer":
+            self.flush(self.heads)
         return out
 
     def selected(self, head: Head, queries: Tensor, position: int) -> list[Token]:
@@ -92,7 +104,11 @@ class SlowRow:
         if count >= len(chunks):
             head.selected = None
             return head.pages
-        if head.selected is None or position % reader.select_every == 0 or head.block != position // reader.select_every:
+        if (
+            head.selected is None
+            or position % reader.select_every == 0
+            or head.block != position // reader.select_every
+        ):
             scores = [self.worth(chunk, queries) for chunk in chunks]
             scores[0] = scores[-1] = math.inf
             order = sorted(range(len(chunks)), key=lambda i: (-scores[i], i))
@@ -105,13 +121,14 @@ class SlowRow:
         keys = torch.stack([t.k for t in chunk]).double()
         if reader.bound == "mean":  # type: ignore[union-attr]
             return float((queries @ keys.mean(0).half().double()).sum())
-        low, high = keys.amin(0), keys.amax(0)
+        low, high, more = keys.amin(0), keys.amax(0), 0.0
         if reader.bound == "minmax":  # type: ignore[union-attr]
             low, high = outward(low, -math.inf), outward(high, math.inf)
         else:
             low, high = chunk[0].range  # type: ignore[misc]
+            more = max(float((queries * t.term).sum()) for t in chunk)
             queries = hadamard_reference(queries) if codec.hadamard else queries  # type: ignore[attr-defined]
-        return float(torch.maximum(queries * low, queries * high).sum())
+        return float(torch.maximum(queries * low, queries * high).sum()) + more
 
     def observe(self, tokens: list[Token], votes: list[tuple[list[Token], list[float]]]) -> None:
         scorer: Any = self.config.scorer
@@ -139,55 +156,61 @@ class SlowRow:
                 for token, p in zip(visible, mean, strict=True):
                     token.mass += p / scorer.window
 
-    def settle(self, head: Head, new: list[Token]) -> None:
-        config = self.config
-        while new and len(head.sinks) < config.sink_tokens:
-            head.sinks.append(new.pop(0))
-        head.window += new
-        # The forward's own size decides: `new` has lost its sinks by now.
-        unit = config.page_tokens if self.forward_size == 1 else config.block_tokens
-        leaving_count = max(0, len(head.window) - config.recent_tokens) // unit * unit
-        if not leaving_count:
+    def flush(self, heads: list[Head]) -> None:
+        """Evict among heads that share a budget, then encode those that stay."""
+        config, size = self.config, self.config.page_tokens
+        # The forward's own size decides, sinks included.
+        unit = size if self.forward_size == 1 or config.scope != "head" else config.block_tokens
+        count = max(0, len(heads[0].window) - config.recent_tokens) // unit * unit
+        if not count:
             return
-        head.selected = None  # pages are about to change
-        leaving, head.window = head.window[:leaving_count], head.window[leaving_count:]
-        limit = self.limit(head, len(leaving))
-        if config.block_tokens > 1:
-            self.settle_blocks(head, leaving, limit)
-            return
-        if config.budget.revisits:
-            stay = best(head.pages + leaving, limit, self.scores)
+        leaving = []
+        for head in heads:
+            head.selected = None  # pages are about to change
+            leaving.append(head.window[:count])
+            head.window = head.window[count:]
+        limit, floor = self.limit(heads, count)
+        revisits = config.budget.revisits
+        if not revisits:
+            limit -= sum(len(head.pages) for head in heads)
+        ranked = [self.ranked(head.pages if revisits else [], new) for head, new in zip(heads, leaving, strict=True)]
+        if config.scope != "head":
+            units = 1 if config.block_tokens > 1 else size
+            worth = [[mean(s for s, _ in r[i : i + units]) for i in range(0, len(r), units)] for r in ranked]
+            room = [pages * units for pages in allot(worth, limit // size, floor)]
         else:
-            stay = head.pages + best(leaving, limit - len(head.pages), self.scores)
-        entering = [t for t in stay if t in leaving]
-        self.encode(entering)
-        head.pages = stay
+            room = [limit // config.block_tokens]
+        for head, new, best, kept in zip(heads, leaving, ranked, room, strict=True):
+            stay = {token.position for _, tokens in best[:kept] for token in tokens}
+            entering = [t for t in new if t.position in stay]
+            step = config.block_tokens if config.block_tokens > 1 else max(1, len(entering))
+            for start in range(0, len(entering), step):
+                self.encode(entering[start : start + step])
+            head.pages = [t for t in head.pages if not revisits or t.position in stay] + entering
 
-    def settle_blocks(self, head: Head, leaving: list[Token], limit: int) -> None:
-        """Whole pages: thin what leaves by token, encode it, then weigh page against page."""
-        size = self.config.block_tokens
-        limit = limit // size * size
-        if limit == 0 and not head.sinks and not head.window:
-            limit = size
-        room = limit if self.config.budget.revisits else limit - len(head.pages)
-        entering = best(leaving, min(len(leaving), room), self.scores)
-        for start in range(0, len(entering), size):
-            self.encode(entering[start : start + size])
-        tokens = head.pages + entering
-        if len(tokens) > limit:
-            score = self.scores(tokens)
-            pages = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-            means = [sum(score[i : i + size]) / size for i in range(0, len(tokens), size)]
-            order = sorted(range(len(pages)), key=lambda i: (means[i], i))
-            tokens = [token for i in sorted(order[len(order) - limit // size :]) for token in pages[i]]
-        head.pages = tokens
+    def ranked(self, stored: list[Token], new: list[Token]) -> list[tuple[float, list[Token]]]:
+        """What may stay of a head as one, best first, with its score: tokens, or pages where those are encoded as one.
+
+        Stored pages are what they are; new tokens make pages in the order of their scores.
+        """
+        score = self.scores(stored + new)
+        single = [(s, [t]) for s, t in zip(score, stored + new, strict=True)]
+        if self.config.block_tokens == 1:
+            return falling(single)
+        size = self.config.page_tokens
+        pages = [single[i : i + size] for i in range(0, len(stored), size)]
+        best = falling(single[len(stored) :])
+        pages += [best[i : i + size] for i in range(0, len(best), size)]
+        return falling([(mean(s for s, _ in page), [t for _, ts in page for t in ts]) for page in pages])
 
     def encode(self, tokens: list[Token]) -> None:
+        for token in tokens:
+            token.k = token.k - token.term
         self.note_range(tokens)
         keys = read_back(self.config.key, [t.k for t in tokens])
         values = read_back(self.config.value, [t.v for t in tokens])
         for token, k, v in zip(tokens, keys, values, strict=True):
-            token.k, token.v = k, v
+            token.k, token.v = k + token.term, v
 
     def note_range(self, tokens: list[Token]) -> None:
         """What the codes of a channel page can stand for: all of their bits 0, and all of them 1."""
@@ -206,29 +229,42 @@ class SlowRow:
             for token in page:
                 token.range = (low, -low if codec.mode == "symmetric" else high)
 
-    def limit(self, head: Head, leaving: int) -> int:
-        """Encoded tokens that may stay."""
-        budget: Any = self.config.budget
-        seen = self.seen + self.forward_size
-        protected, candidates = len(head.sinks) + len(head.window), len(head.pages) + leaving
+    def limit(self, heads: list[Head], leaving: int) -> tuple[int, int]:
+        """Encoded tokens of all these heads that may stay, and pages that each gets in any case."""
+        budget, page, n = self.config.budget, self.config.page_tokens, len(heads)  # type: Any, int, int
+        stored, protected = sum(len(head.pages) for head in heads), len(heads[0].sinks) + len(heads[0].window)
         if budget.kind == "unlimited":
-            return candidates
+            return stored + leaving, 0
         if budget.kind == "threshold":
-            kept = leaving - int(Ratio(str(budget.quantile)) * leaving)
-            return len(head.pages) + (kept if kept or protected or head.pages else 1)
-        whole = budget.tokens if budget.kind == "tokens" else math.ceil(Ratio(str(budget.fraction)) * seen)
-        return max(0 if protected else 1, min(candidates, whole - protected))
+            part = (1 - Ratio(str(budget.quantile))) * self.config.share
+            most = stored + min(n * leaving, math.ceil(part * n * leaving))
+        else:
+            whole = budget.tokens if budget.kind == "tokens" else math.ceil(Ratio(str(budget.fraction)) * self.seen)
+            most = max(0, math.floor(self.config.share * n * (whole - protected)))
+        most = min(most, stored + n * leaving)
+        shared = budget.scope != "head"
+        unit = page if shared else self.config.block_tokens
+        needy = not protected or (shared and budget.kind == "threshold" and not stored)
+        most = max(most // unit * unit, min(n * unit, stored + n * leaving) if needy else 0)
+        new_pages = (most - (stored if budget.kind == "threshold" else 0)) // page
+        return most, max(int(Ratio(str(budget.floor)) * new_pages / n), int(needy))
 
     def scores(self, tokens: list[Token]) -> list[float]:
         scorer: Any = self.config.scorer
         if scorer.kind == "recency":
             return [float(t.position) for t in tokens]
+        if scorer.kind == "key_norm":
+            return [-float(t.k.norm()) for t in tokens]
+        if scorer.kind == "key_diff":
+            middle = sum(t.k / t.k.norm() for t in tokens)
+            return [-float(t.k @ middle / t.k.norm() / middle.norm()) for t in tokens]  # type: ignore[union-attr]
         mass = [t.mass for t in tokens]
-        if scorer.kind in ("attention_mass", "last_selected"):
+        if scorer.kind == "last_selected":
             return mass
-        reach = scorer.pool // 2
-        around = [mass[max(0, i - reach) : i + reach + 1] for i in range(len(mass))]
-        return [sum(near) / len(near) for near in around]
+        if scorer.kind == "window_attention":
+            reach = scorer.pool // 2
+            mass = [mean(mass[max(0, i - reach) : i + reach + 1]) for i in range(len(mass))]
+        return [m * float(t.v.norm()) if scorer.value_norm else m for m, t in zip(mass, tokens, strict=True)]
 
 
 def outward(x: Tensor, towards: float) -> Tensor:
@@ -250,8 +286,20 @@ def softmax(logits: list[float], sink: float | None) -> list[float]:
     return [w / total for w in weights]
 
 
-def best(tokens: list[Token], count: int, scores: Any) -> list[Token]:
-    """The `count` highest scores in position order; among equals the later token."""
-    score = scores(tokens)
-    order = sorted(range(len(tokens)), key=lambda i: (score[i], i))
-    return [tokens[i] for i in sorted(order[len(order) - count :])]
+def mean(numbers: Iterable[float]) -> float:
+    return statistics.fmean(numbers)
+
+
+def falling(scored: list[tuple[float, list[Token]]]) -> list[tuple[float, list[Token]]]:
+    """Best first; among equals the later one."""
+    order = sorted(range(len(scored)), key=lambda i: (-scored[i][0], -i))
+    return [scored[i] for i in order]
+
+
+def allot(worth: list[list[float]], total: int, floor: int) -> list[int]:
+    """Pages of each head, `floor` first and then one by one to the head whose next page is worth most."""
+    taken = [min(floor, len(pages)) for pages in worth]
+    while sum(taken) < total:
+        able = [n for n, pages in enumerate(worth) if taken[n] < len(pages)]
+        taken[max(able, key=lambda n: (worth[n][taken[n]], -taken[n], -n))] += 1
+    return taken
