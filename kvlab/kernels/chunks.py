@@ -15,8 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlab.kernels.affine import Groups
+from kvlab.kernels.dispatch import Impl, choose
 
 Bound = Literal["minmax", "mean", "codec"]
+# Chunks of a row that the Triton selection can hold at once.
+MOST_CHUNKS = 8192
 _FP16_MAX = 65504.0
 
 
@@ -153,6 +156,7 @@ def select(
     fraction: float | None = None,
     forced_first: int = 1,
     forced_last: int = 2,
+    impl: Impl = "auto",
 ) -> Int[Tensor, "*N K"]:
     """The chunks with the highest scores: int32 slots, ascending, -1 behind the last.
 
@@ -160,6 +164,10 @@ def select(
     are read in any case. Equal scores: the earlier chunk. K comes from shapes, nothing is read back from the device.
     """
     width = width_of(scores.shape[-1], k=k, fraction=fraction, forced_first=forced_first, forced_last=forced_last)
+    if choose(impl, _selectors(scores), scores.device) == "triton":
+        from kvlab.kernels.select_triton import select_triton
+
+        return select_triton(scores, counts, width, forced_first, forced_last, fraction=fraction)
     if fraction is None:
         budget = torch.full_like(counts, width)
     else:
@@ -177,6 +185,7 @@ def select_mass(
     width: int,
     forced_first: int = 1,
     forced_last: int = 2,
+    impl: Impl = "auto",
 ) -> Int[Tensor, "*N K"]:
     """The fewest chunks whose softmax weights reach `p` (Twilight, arXiv 2502.02770), at most `width`; as `select`.
 
@@ -186,6 +195,10 @@ def select_mass(
     if not 0 < p <= 1:
         raise ValueError(f"p must lie in (0, 1], got {p}: 1 reads every chunk")
     width = width_of(scores.shape[-1], k=width, forced_first=forced_first, forced_last=forced_last)
+    if choose(impl, _selectors(scores), scores.device) == "triton":
+        from kvlab.kernels.select_triton import select_triton
+
+        return select_triton(scores, counts, width, forced_first, forced_last, p=p)
     order = _order(scores, counts, forced_first, forced_last)
     real = torch.arange(scores.shape[-1], device=scores.device) < counts.unsqueeze(-1)
     limit = torch.finfo(scores.dtype).max
@@ -194,6 +207,12 @@ def select_mass(
     # Weights that add up to 1 before the last chunk, by rounding, must not end the list when p is 1.
     budget = counts if p == 1 else (weights.cumsum(-1) - weights < p).sum(-1)
     return _first(order[..., :width], counts, budget.clamp_min(forced_first + forced_last))
+
+
+def _selectors(scores: Tensor) -> tuple[str, ...]:
+    """Triton's keys are the bits of float32, a whole row of them in one program."""
+    fits = scores.dtype == torch.float32 and scores.shape[-1] <= MOST_CHUNKS
+    return ("triton", "torch") if fits else ("torch",)
 
 
 def _order(scores: Tensor, counts: Tensor, forced_first: int, forced_last: int) -> Tensor:

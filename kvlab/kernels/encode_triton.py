@@ -9,7 +9,6 @@ there. Tiles keep the split planes of `pack`, [rows, planes, bytes]: a byte coll
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvlab.kernels import rotate_triton
 from kvlab.kernels.aot import AotVariant, variant_of
 from kvlab.kernels.formats import FP8_DTYPES, RAW, Format
 from kvlab.kernels.hadamard import block_of
-from kvlab.kernels.rotate_triton import STRIDES, load_tokens, rotate, rotated, rows_of, warps_of
+from kvlab.kernels.rotate_triton import STRIDES, given_exponents, load_tokens, rotate, rotated, rows_of, warps_of
 
 _MODES = {"asymmetric": 0, "symmetric": 1, "midrise": 2}
 _PLANES = {8: 1, 4: 2, 3: 8, 2: 4}
@@ -287,12 +287,6 @@ def _options(constants: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_warps": warps_of(elements), "num_stages": 1, "enable_fp_fusion": False}
 
 
-@functools.cache
-def _given_exponents(exponents: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copied to the device once: a copy at each call would stall the host, and no graph could capture it."""
-    return torch.tensor(exponents, dtype=torch.int32, device=device)
-
-
 def append_triton(
     x: Tensor,
     streams: Mapping[str, Tensor],
@@ -323,7 +317,7 @@ def append_triton(
         written = [streams["codes"], scale, streams.get("zero", scale)]
     elif fmt.kind == "fp8":
         constants = _fp8_constants(fmt, D, page, T)
-        given = _given_exponents(fmt.exponents, x.device) if fmt.exponents else streams["exponent"]
+        given = given_exponents(fmt.exponents, x.device) if fmt.exponents else streams["exponent"]
         kernel, tail = _fp8_kernel, [int(len(fmt.exponents) > 1)]
         written = [streams["codes"], given]
     else:
@@ -358,7 +352,7 @@ def aot_variants() -> list[AotVariant]:
         "e4m3 dynamic rot D128": (Format("fp8", 8, fp8="e4m3", hadamard=True), 128, 16, 512),
         "raw D128": (RAW, 128, 16, 512),
     }
-    return [_variant(name, *about) for name, about in formats.items()]
+    return [_variant(name, *about) for name, about in formats.items()] + rotate_triton.aot_variants()
 
 
 def _variant(name: str, fmt: Format, head_dim: int, page: int, tokens: int) -> AotVariant:

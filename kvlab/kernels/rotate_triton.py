@@ -1,10 +1,11 @@
 """The rotation of `hadamard` in registers, for kernels to call; and as a launch of its own, for head dims that are no
-power of two. Also what such launches share: tokens of one head as float32, and the size of a tile.
+power of two. Also what such launches share: tokens of one head as float32, given exponents, the size of a tile.
 """
 
 # The compiler takes any tensor or number where these annotations say constexpr, and calls what looks uncallable.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import functools
 import math
 from typing import Any
 
@@ -69,6 +70,12 @@ def rows_of(elements: int, tokens: int) -> int:
 
 def warps_of(elements: int) -> int:
     return max(1, min(8, elements // 1024))
+
+
+@functools.cache
+def given_exponents(exponents: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied to the device once: a copy at each call would stall the host, and no graph could capture it."""
+    return torch.tensor(exponents, dtype=torch.int32, device=device)
 
 
 def _constants(head_dim: int, tokens: int) -> dict[str, Any]:
