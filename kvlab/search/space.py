@@ -6,46 +6,93 @@ nothing of models, items or scores.
 
 import hashlib
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
 
 from kvlab.codecs import Affine, Codec, Fp8, Raw
-from kvlab.config import KVConfig, ModelShape
-from kvlab.policies import AttentionMass, Budget, Fraction, Recency, Scorer, Unlimited, WindowAttention
+from kvlab.config import Centring, KVConfig, ModelShape
+from kvlab.policies import AttentionMass, Budget, Fraction, KeyDiff, Recency, Scorer, TopK, Unlimited, WindowAttention
+from kvlab.policies.base import Scope
 from kvlab.search.workload import Workload
 
 # Joint K/V schemes, keys never in fewer bits than values: key error is what breaks models.
 SCHEMES = ("raw", "fp8", "k8v8", "k8v4", "k4v4", "k4v3", "k4v2", "k3v3", "k3v2", "k2v2")
-SCORERS: dict[str, Scorer] = {"window": Recency(), "h2o": AttentionMass(), "snapkv": WindowAttention(window=16)}
+SCORERS: dict[str, Scorer] = {
+    "window": Recency(),
+    "h2o": AttentionMass(),
+    "snapkv": WindowAttention(window=16),
+    "keydiff": KeyDiff(),
+}
+SCOPES: tuple[Scope, ...] = ("head", "layer", "model")
+SLOPES = (0.0, 0.4)
+# Share of the chunks to read, drawn evenly from here; from 1 on everything is. A third of the draws reads sparsely.
+READ = (0.25, 2.5)
 KEY_AXES = ("token", "rotated", "channel")
 CHANNEL_GROUPS = (32, 64)
 TOKEN_GROUPS = (32, 64)
 # Small on purpose: items are short, and a long raw window would hide from them what the encoded part loses.
 SINK_TOKENS, RECENT_TOKENS, PAGE_TOKENS = 4, 16, 16
+# Bounds of a chunk of 16 tokens would take a fifth of a 4-bit cache, those of 32 half of that.
+CHUNK_TOKENS = 32
+EVEN = Fraction()  # every head for itself
 _STEP = 1000  # eviction fractions are thousandths
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Configs for one model, workload and budget. `raw_dtype` makes uncompressed tokens 16 bit wide."""
+    """Configs for one model, workload and budget. `raw_dtype` makes uncompressed tokens 16 bit wide; `centrings` are
+    the kinds of centring the model's keys allow.
+    """
 
     shape: ModelShape
     workload: Workload
     budget: int
     raw_dtype: str
+    centrings: tuple[Centring, ...] = ("none", "mean")
 
     def config(self, trial: optuna.trial.BaseTrial) -> KVConfig | None:
-        """The trial's config, using the budget it is given; None where none of this scheme fits."""
+        """The trial's config, using the budget it is given; None where none of this scheme fits.
+
+        Where bytes run short, the trial says what to evict. Where they do not, nothing but reading is left to save,
+        and it says how much to read; summaries of chunks take bytes, so a reader that no longer fits is left out.
+        """
         scheme = trial.suggest_categorical("scheme", SCHEMES)
         key, value, page = self._codecs(trial, scheme)
-        base = self.build(key, value, page_tokens=page)
+        base = self.build(key, value, page_tokens=page, centring=self._centring(trial, key))
         if self.workload.bytes(base, self.shape) <= self.budget:
+            sparse = self._sparse(base, trial.suggest_float("read", *READ))
+            return sparse if self.workload.bytes(sparse, self.shape) <= self.budget else base
+        name = trial.suggest_categorical("evict", tuple(SCORERS))
+        like = self._shared(trial) if name != "window" else EVEN
+        return self.fitted(base, SCORERS[name], trial.suggest_float("fill", 0.7, 1.0), like)
+
+    def _centring(self, trial: optuna.trial.BaseTrial, key: Codec) -> Centring:
+        """Asked where a token's channels share a scale in few bits: there one loud channel drowns the others."""
+        loud = isinstance(key, Affine) and key.bits < 8 and key.axis == "token"
+        return trial.suggest_categorical("k.centring", self.centrings) if loud else "none"
+
+    def _sparse(self, base: KVConfig, read: float) -> KVConfig:
+        """`base` reading a share of its chunks, in eighths; everything from 1 on."""
+        if read >= 1:
             return base
-        scorer = SCORERS[trial.suggest_categorical("evict", tuple(SCORERS))]
-        fill = trial.suggest_float("fill", 0.7, 1.0)
-        return self.fitted(base, scorer, fill)
+        channel = base.key.block_tokens > 1
+        chunk = base.page_tokens if max(base.key.block_tokens, base.value.block_tokens) > 1 else CHUNK_TOKENS
+        reader = TopK(fraction=math.ceil(read * 8) / 8, chunk=chunk, bound="codec" if channel else "minmax")
+        return replace(base, reader=reader, page_tokens=chunk) if reader.fraction < 1 else base
+
+    def _shared(self, trial: optuna.trial.BaseTrial) -> Fraction:
+        """Who shares a budget. With positions alone for a score, all heads would keep the same."""
+        scope = trial.suggest_categorical("scope", self.scopes)
+        return Fraction(scope=scope, slope=0.0 if scope == "model" else trial.suggest_categorical("slope", SLOPES))
+
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """Layers can share one budget where their heads are alike."""
+        alike = len({self.shape.layers[i] for i in self.shape.compressed}) == 1
+        return SCOPES if alike else SCOPES[:2]
 
     def _codecs(self, trial: optuna.trial.BaseTrial, scheme: str) -> tuple[Codec, Codec, int]:
         if scheme in ("raw", "fp8"):
@@ -85,6 +132,7 @@ class Space:
         scorer: Scorer | None = None,
         budget: Budget | None = None,
         page_tokens: int = PAGE_TOKENS,
+        centring: Centring = "none",
     ) -> KVConfig:
         """A config of this space's sinks, window and raw dtype."""
         return KVConfig(
@@ -97,21 +145,25 @@ class Space:
             # window on top, half of a short context would stay raw and its score would say little of the workload.
             recent_tokens=0 if max(key.block_tokens, value.block_tokens) > 1 else RECENT_TOKENS,
             page_tokens=page_tokens,
+            centring=centring,
             raw_dtype=self.raw_dtype,
         )
 
-    def fitted(self, base: KVConfig, scorer: Scorer, fill: float) -> KVConfig | None:
-        """`base` evicting by `scorer` so that the workload takes `fill` of the budget; None if not even 1/1000 fits."""
-        low, high = 0, _STEP
+    def fitted(self, base: KVConfig, scorer: Scorer, fill: float, like: Fraction = EVEN) -> KVConfig | None:
+        """`base` evicting by `scorer` so that the workload takes `fill` of the budget; None if not even 1/1000 fits.
+
+        `like` says who shares the budget. A slope cannot give the first layer more than everything.
+        """
+        low, high = 0, int(_STEP / (1 + like.slope))
         target = self.budget * fill
         while high - low > 1:
             middle = (low + high) // 2
-            config = self._evicting(base, scorer, middle)
+            config = self._evicting(base, scorer, middle, like)
             low, high = (middle, high) if self.workload.bytes(config, self.shape) <= target else (low, middle)
-        return self._evicting(base, scorer, low) if low else None
+        return self._evicting(base, scorer, low, like) if low else None
 
-    def _evicting(self, base: KVConfig, scorer: Scorer, thousandths: int) -> KVConfig:
-        return self.build(base.key, base.value, scorer, Fraction(thousandths / _STEP), base.page_tokens)
+    def _evicting(self, base: KVConfig, scorer: Scorer, thousandths: int, like: Fraction = EVEN) -> KVConfig:
+        return replace(base, scorer=scorer, budget=replace(like, fraction=thousandths / _STEP))
 
     def anchors(self) -> dict[str, KVConfig]:
         """Reference points on every figure, whether or not they fit the budget."""
@@ -128,18 +180,22 @@ class Space:
         return named | ({"window": window} if window else {})
 
     def first_trials(self) -> list[dict[str, Any]]:
-        """Trials always asked first: each scheme's plain form, as it fits the budget."""
-        token4 = {"k.axis": "token", "k.mode": "asymmetric", "k.group": 32, "v.rotated": False, "v.group": 32}
-        rotated4 = {"k.axis": "rotated", "k.mode": "midrise", "k.group": 64, "v.rotated": True, "v.group": 64}
+        """Trials always asked first: each scheme's plain form, as it fits the budget; keys of few bits per token are
+        centred where they can be, and one budget is shared between the heads of a layer.
+        """
+        centred = {"k.centring": self.centrings[-1]}
+        token4 = {"k.axis": "token", "k.mode": "asymmetric", "k.group": 32, "v.rotated": False, "v.group": 32} | centred
+        rotated4 = {"k.axis": "rotated", "k.mode": "midrise", "k.group": 64, "v.rotated": True, "v.group": 64} | centred
         channel = {"k.axis": "channel", "k.channel_group": 32, "k.mode": "asymmetric", "v.rotated": True, "v.group": 64}
+        h2o = {"evict": "h2o", "scope": "head", "slope": 0.0, "fill": 1.0, "read": READ[1]}
         return [
-            {"scheme": "k8v8", "evict": "h2o", "fill": 1.0},
-            {"scheme": "fp8", "evict": "snapkv", "fill": 1.0},
-            {"scheme": "k4v4", "evict": "h2o", "fill": 1.0} | token4,
-            {"scheme": "k4v3", "evict": "h2o", "fill": 1.0} | rotated4,
-            {"scheme": "k4v3", "evict": "h2o", "fill": 1.0} | channel | {"k.channel_group": 64},
-            {"scheme": "k4v2", "evict": "h2o", "fill": 1.0} | channel,
-            {"scheme": "raw", "evict": "window", "fill": 1.0},
+            {"scheme": "k8v8"} | h2o,
+            {"scheme": "fp8"} | h2o | {"evict": "snapkv", "scope": "layer"},
+            {"scheme": "k4v4"} | h2o | token4,
+            {"scheme": "k4v3"} | h2o | rotated4,
+            {"scheme": "k4v3"} | h2o | channel | {"k.channel_group": 64},
+            {"scheme": "k4v2"} | h2o | channel,
+            {"scheme": "raw", "evict": "window", "fill": 1.0, "read": READ[1]},
         ]
 
     def control(self) -> KVConfig:
@@ -160,6 +216,7 @@ class Space:
     def hash(self) -> str:
         """Changes when a config of this space could come out differently."""
         body = [SCHEMES, list(SCORERS), KEY_AXES, CHANNEL_GROUPS, TOKEN_GROUPS, SINK_TOKENS, RECENT_TOKENS, PAGE_TOKENS]
+        body += [SCOPES, SLOPES, READ, CHUNK_TOKENS]
         scorers = [repr(s) for s in SCORERS.values()]
         text = json.dumps([body, scorers, repr(self), self.first_trials()], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

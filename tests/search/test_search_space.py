@@ -10,7 +10,7 @@ import torch
 
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig, LayerShape, ModelShape
-from kvlab.policies import Fraction, Recency
+from kvlab.policies import Dense, Fraction, Recency, TopK
 from kvlab.search.space import KEY_AXES, SCHEMES, SCORERS, Space
 from kvlab.search.workload import Workload
 
@@ -60,6 +60,10 @@ def test_every_config_fits_the_budget_and_uses_it(dim, budget) -> None:
             fitted += 1
             assert isinstance(config.budget, Fraction)
             assert used <= budget * trial.params["fill"]
+            assert (config.budget.scope, config.budget.slope) == (
+                trial.params.get("scope", "head"),
+                trial.params.get("slope", 0.0),
+            )
             plain = s.build(config.key, config.value, page_tokens=config.page_tokens)
             assert s.workload.bytes(plain, s.shape) > budget  # eviction only where it was needed
             assert used >= 0.6 * budget or config.budget.fraction < 0.01, config.label
@@ -95,8 +99,50 @@ def test_every_choice_is_reached_and_names_depend_on_choices() -> None:
         assert ("k.channel_group" in names) == (trial.params.get("k.axis") == "channel")
         assert ("k.group" in names) == (low_key and trial.params["k.axis"] != "channel")
         assert ("v.rotated" in names) == ("v.group" in names) == (low_key or scheme == "k8v4")
-        assert ("evict" in names) == ("fill" in names) == config.budget.evicts
+        assert ("evict" in names) == ("fill" in names) == config.budget.evicts != ("read" in names)
+        assert ("scope" in names) == (trial.params.get("evict", "window") != "window")
+        assert ("slope" in names) == (trial.params.get("scope", "model") != "model")
+        assert ("k.centring" in names) == (low_key and trial.params["k.axis"] != "channel")
+        assert config.centring == trial.params.get("k.centring", "none")
+    assert {t.params.get("scope") for t, _ in trials} == {"head", "layer", "model", None}
+    assert {c.centring for _, c in trials if c} == {"none", "mean"}
     assert len({c.id for _, c in trials if c}) > 100
+
+
+def test_what_fits_may_read_sparsely_and_still_fits() -> None:
+    s = space(budget=1200 * 10**6)  # 8 bits fit as they are; 16 do not
+    sparse = 0
+    for trial, config in sampled(s, 200):
+        assert config is not None
+        config.check(s.shape)
+        read = trial.params.get("read", 1.0)
+        if isinstance(config.reader, Dense):
+            assert read > 7 / 8 or s.workload.bytes(s._sparse(config, read), s.shape) > s.budget
+            continue
+        sparse += 1
+        assert isinstance(config.reader, TopK)
+        assert not config.budget.evicts
+        assert 0 < config.reader.fraction - read <= 1 / 8
+        assert (config.reader.bound == "codec") == (config.key.block_tokens > 1)
+        assert config.read_bytes(s.shape, 131072) < 0.99 * config.predicted_bytes(s.shape, 131072)
+    assert sparse > 20
+
+
+def test_layers_share_a_budget_only_where_they_are_alike() -> None:
+    s = space()
+    uneven = dataclasses.replace(s, shape=ModelShape((*s.shape.layers[:-1], LayerShape(HEADS, 96, 96)), torch.float32))
+    sliding = dataclasses.replace(s, shape=ModelShape((*s.shape.layers, LayerShape(HEADS, 96, 96, 64)), torch.float32))
+    assert (s.scopes[-1], uneven.scopes[-1], sliding.scopes[-1]) == ("model", "layer", "model")
+    for some in (uneven, sliding):
+        for _, config in sampled(some, 60):
+            if config:
+                config.check(some.shape)
+
+
+def test_a_model_whose_keys_cannot_be_centred_is_not_asked_to() -> None:
+    s = dataclasses.replace(space(), centrings=("none",))
+    assert {c.centring for _, c in sampled(s, 100) if c} == {"none"}
+    assert {p.get("k.centring") for p in s.first_trials()} == {"none", None}
 
 
 def test_a_channel_group_is_one_page() -> None:
@@ -128,7 +174,9 @@ def test_first_trials_use_every_name_they_give_and_fit(dim, budget) -> None:
             assert config is not None
             assert s.workload.bytes(config, s.shape) <= budget
             unused = set(params) - set(trial.params)
-            assert unused == (set() if config.budget.evicts else {"evict", "fill"})
+            assert unused <= ({"read"} if config.budget.evicts else {"evict", "scope", "slope", "fill"})
+            assert set(trial.params) <= set(params)
+            assert isinstance(config.reader, Dense)
             assert all(trial.params[k] == v for k, v in params.items() if k in trial.params)
             seen.add(config.id)
     assert len(seen) == len(asked)
@@ -173,7 +221,8 @@ def test_anchors_and_control_fit_the_model_whatever_the_budget(dim, budget) -> N
 def test_anchors_are_the_same_configs_as_the_plain_trials() -> None:
     """So that nothing is scored twice under two ids."""
     s = space(budget=NOT_BINDING)
-    plain = {t.params["scheme"]: c for t, c in sampled(s) if c and t.params["scheme"] in ("raw", "fp8", "k8v8")}
+    dense = [(t.params["scheme"], c) for t, c in sampled(s, 90) if c and isinstance(c.reader, Dense)]
+    plain = {scheme: c for scheme, c in dense if scheme in ("raw", "fp8", "k8v8")}
     anchors = s.anchors()
     assert [plain[k].id for k in ("raw", "fp8", "k8v8")] == [anchors[k].id for k in ("raw", "fp8", "int8")]
     assert (anchors["fp8"].key, anchors["fp8"].value) == (Fp8(), Fp8())
@@ -196,6 +245,7 @@ def test_the_hash_tells_spaces_apart() -> None:
         space(layers=2),
         space(context=131071),
         dataclasses.replace(base, raw_dtype="bfloat16"),
+        dataclasses.replace(base, centrings=("none",)),
         dataclasses.replace(base, workload=Workload(131072, 7)),
         dataclasses.replace(base, shape=ModelShape(base.shape.layers, torch.bfloat16)),
         dataclasses.replace(
@@ -207,7 +257,14 @@ def test_the_hash_tells_spaces_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("SCHEMES", ("raw", "fp8")), ("RECENT_TOKENS", 32), ("TOKEN_GROUPS", (32,)), ("SCORERS", {})]
+    ("name", "value"),
+    [
+        ("SCHEMES", ("raw", "fp8")),
+        ("RECENT_TOKENS", 32),
+        ("TOKEN_GROUPS", (32,)),
+        ("SCORERS", {}),
+        ("READ", (0.5, 2.0)),
+    ],
 )
 def test_the_hash_changes_with_the_settings_of_the_space(monkeypatch, name, value) -> None:
     before = space().hash
