@@ -42,13 +42,15 @@ def find_rotaries(model: PreTrainedModel) -> Rotaries:
     does: a rotation that changes with the length (dynamic, long), or none that is known here.
     """
     text = model.config.get_text_config(decoder=True)
-    frequencies = _frequencies(model)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CentringError(f"{type(model).__name__} takes no position_ids: its keys cannot be tied to positions")
     trained = getattr(text, "max_position_embeddings", None) or 4096
     at = [0, 1, 2, 301, trained // 2 + 3, trained - 1, 2 * trained + 1]
+    # Embeddings that follow the longest prompt so far take their short form before, and again afterwards.
+    _single_token_keys(model, [0])
+    frequencies = _frequencies(model)
     keys = _single_token_keys(model, at)
-    _single_token_keys(model, [0])  # embeddings that follow the longest prompt go back to their short form
+    _single_token_keys(model, [0])
     # Layers that turn alike share one Rotary, and with it the table of its angles.
     candidates = {d: _candidates(frequencies, d, model.device) for d in {k.shape[-1] for k in keys if k is not None}}
     return tuple(None if k is None else _rotary_of(k, i, at, candidates[k.shape[-1]]) for i, k in enumerate(keys))

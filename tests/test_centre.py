@@ -104,6 +104,30 @@ def test_a_loud_constant_costs_a_centred_key_nothing() -> None:
     assert errors["mean"] < 0.12
 
 
+def test_one_loud_channel_costs_the_others_their_signal_unless_it_is_centred() -> None:
+    keys = torch.randn(HEADS, 512, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    keys[..., 7] += 100.0
+    mu = torch.zeros(HEADS, 64)
+    mu[:, 7] = 100.0
+    centre = Centre(mu, Rotary(torch.empty(0), 64))
+    ways = {
+        "token": KVConfig(key=Affine(bits=4, group=0)),
+        "channel": KVConfig(key=Affine(bits=4, axis="channel", group=16)),
+        "centred": KVConfig(key=Affine(bits=4, group=0), centring="mean"),
+    }
+    rms = {}
+    for name, way in ways.items():
+        config = KVConfig(key=way.key, centring=way.centring, sink_tokens=0, recent_tokens=0)
+        row = make_row(config, HEADS, 64)
+        row.centre = centre if name == "centred" else None
+        row.commit(keys, keys)
+        error = (row.dense(torch.float64, 64, 64)[0] - keys)[..., [d for d in range(64) if d != 7]]
+        rms[name] = float(error.square().mean().sqrt())
+    assert 1.7 < rms["token"] < 2.6
+    assert 0.05 < rms["channel"] < 0.12
+    assert 0.05 < rms["centred"] < 0.12
+
+
 def test_a_centre_costs_no_bytes() -> None:
     plain = KVConfig(key=Affine(bits=4, group=16))
     centred = KVConfig(key=Affine(bits=4, group=16), centring="mean")
