@@ -164,8 +164,8 @@ class KVLayer(CacheLayerMixin):
         self.pool: PagePool | None = None
         self.seen = 0
         self._pending: Handle | None = None
-        # The layers that share one budget with this one, the last of them to attend; itself is not in it.
-        self.others: list[KVLayer] = []
+        # Set on the last of the layers that share one budget: the ones before it. Not the cache, which would be a cycle.
+        self.others: list[KVLayer] | None = None
 
     # transformers reads these
     @property
@@ -214,13 +214,13 @@ class KVLayer(CacheLayerMixin):
     def attend(self, call: AttentionCall) -> Tensor:
         out = attend_rows(self.rows, call)
         self._pending = None
-        if self.others:
+        if self.others is not None:
             self.settle()
         return out
 
     def settle(self) -> None:
-        """Evict among all layers that share a budget, once the last of them has attended; others have done so."""
-        if self.others:
+        """Evict among all layers that share a budget, once the last of them has attended; other layers have done so."""
+        if self.others is not None:
             for b, row in enumerate(self.rows):
                 settle([*(layer.rows[b] for layer in self.others), row])
 

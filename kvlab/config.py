@@ -142,9 +142,10 @@ class LayerConfig:
     def secures(self, stored: int, protected: int) -> bool:
         """Whether this flush must leave every head an encoded token.
 
-        Without a raw token a head needs one to read; a budget that never looks back gives it one at the first flush.
+        Without a raw token a head needs one to read. A shared budget that never looks back gives it one at the first
+        flush, for good.
         """
-        return not protected or (self.ragged and not self.budget.revisits and not stored)
+        return not stored if self.ragged and not self.budget.revisits else not protected
 
     def floor_pages(self, pages: int, heads: int, secures: bool) -> int:
         """Of the `pages` that `heads` heads share, how many each gets before scores decide."""

@@ -7,13 +7,15 @@ candidates.
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.centre import Centre
 from kvlab.codecs.base import to_raw
 from kvlab.config import LayerConfig
 from kvlab.policies import Candidates
+from kvlab.policies.base import taken
+from kvlab.reading import pages
 from kvlab.selecting import summarise
 from kvlab.store import PageTable
 
@@ -35,24 +37,31 @@ def flush(
     seen: int,
     raw: torch.dtype,
     centre: Centre | None = None,
+    group: int | None = None,
 ) -> None:
     """Evict among stored and leaving tokens, then encode those that stay.
 
-    `protected` counts the sinks and recent tokens beside them, `seen` every token of the sequence so far.
+    `protected` counts the sinks and recent tokens beside them, `seen` every token of the sequence so far. `group` heads
+    in a row share a budget, where budgets are shared at all: by default all heads of the table.
     """
-    stored, new = table.length, leaving.keys.shape[1]
-    kept = config.keep(stored, new, protected, seen)
-    stand = min(table.counts)  # slots whose tokens stay where they are
+    group = (group or len(table.counts)) if config.ragged else 1
+    stored, new = sum(table.counts[:group]), leaving.keys.shape[1]
+    kept = config.keep(stored, new, protected, seen, group)
+    stands = min(table.counts)  # up to this slot, tokens stay where they are
     lengths = None
-    if kept < stored + new:
-        chosen, lengths = _select(config, table, leaving, kept)
-        leaving = Leaving(*(None if x is None else _taken(x, chosen) for x in leaving))  # type: ignore[arg-type]
+    if kept < stored + group * new:
+        old, fresh = _scored(config, table, leaving, centre)
+        count = kept if old is not None else kept - stored
+        secures = config.secures(stored, protected)
+        choose = choose_pages if config.block_tokens > 1 else choose_tokens
+        old_stays, stays = choose(config, old, fresh, Room(count, group, secures))
+        if old_stays is not None:
+            stands = _drop(table, old_stays, config.block_tokens)
+        index, lengths = listed(stays)
+        leaving = Leaving(*(None if x is None else taken(x, index) for x in leaving))  # type: ignore[arg-type]
     if leaving.keys.shape[1]:
         table.append(encoded(config, leaving, raw, centre), lengths)
-    # Where lengths are given, stored tokens moved too. Whole pages that go below take their summaries along.
-    summarise(config, table, raw, stand if lengths is None else 0)
-    if table.length > kept:
-        _evict_pages(config, table, kept)
+    summarise(config, table, raw, stands, centre)
 
 
 def encoded(config: LayerConfig, tokens: Leaving, raw: torch.dtype, centre: Centre | None = None) -> dict[str, Tensor]:
@@ -68,50 +77,127 @@ def encoded(config: LayerConfig, tokens: Leaving, raw: torch.dtype, centre: Cent
     return packed
 
 
-def _held(config: LayerConfig, table: PageTable) -> Candidates:
-    """The stored tokens as candidates."""
+def _scored(
+    config: LayerConfig, table: PageTable, leaving: Leaving, centre: Centre | None
+) -> tuple[Float[Tensor, "N S"] | None, Float[Tensor, "N T"]]:
+    """Scores of stored tokens, if those may go too, and of leaving ones; -inf in slots that hold none."""
+    scorer = config.scorer
+    new = Candidates(
+        leaving.positions,
+        leaving.mass,
+        leaving.keys if scorer.reads_keys else None,
+        leaving.values if scorer.reads_values else None,
+    )
+    stored = table.length
+    if not stored or not config.budget.revisits:
+        return None, scorer.score(new)
+    held = _held(config, table, leaving, centre)
+    scores = scorer.score(held.then(new))
+    if held.counts is None or held.real is None:
+        return scores[:, :stored], scores[:, stored:]
+    behind = held.counts.unsqueeze(1) + torch.arange(new.positions.shape[1], device=scores.device)
+    return scores[:, :stored].masked_fill(~held.real, -torch.inf), scores.gather(1, behind)
+
+
+def _held(config: LayerConfig, table: PageTable, like: Leaving, centre: Centre | None) -> Candidates:
+    """The stored tokens as candidates, K and V as attention reads them."""
     held = table.gather(["position", *(["mass"] if config.tracks_mass else [])])
-    return Candidates(held["position"][..., 0], held["mass"][..., 0] if config.tracks_mass else None)
+    positions, keys, values = held["position"][..., 0], None, None
+    if config.scorer.reads_keys or config.scorer.reads_values:
+        k, v = pages(table)
+        if config.scorer.reads_keys:
+            keys = config.key.decode(k, like.keys.shape[2], like.keys.dtype)[:, : table.length]
+            keys = keys if centre is None else centre.put_back(keys, positions.long().clamp_min(0))
+        if config.scorer.reads_values:
+            values = config.value.decode(v, like.values.shape[2], like.values.dtype)[:, : table.length]
+    counts = torch.tensor(table.counts, device=table.device) if table.ragged else None
+    return Candidates(positions, held["mass"][..., 0] if config.tracks_mass else None, keys, values, counts)
 
 
-def _select(
-    config: LayerConfig, table: PageTable, leaving: Leaving, kept: int
-) -> tuple[Int[Tensor, "N K"], list[int] | None]:
-    """Choose who stays, dropping stored tokens that do not.
+def _drop(table: PageTable, stays: Bool[Tensor, "N U"], unit_tokens: int) -> int:
+    """Keep the stored units that stay. Returns the slot up to which nothing has to be summarised again."""
+    index, lengths = listed(stays)
+    if [n * unit_tokens for n in lengths] == table.counts:
+        return min(table.counts)
+    table.keep(index, unit_tokens, lengths)
+    # Whole pages take their summaries along; tokens that move do not.
+    return min(table.counts) if unit_tokens > 1 else 0
 
-    Returns the indices of leaving tokens that stay and how many of them count for each head.
+
+class Room(NamedTuple):
+    """`tokens` may stay among the candidates of each `group` heads; each of them must if the flush `secures` them."""
+
+    tokens: int
+    group: int
+    secures: bool
+
+
+def choose_tokens(
+    config: LayerConfig, old: Float[Tensor, "N S"] | None, new: Float[Tensor, "N T"], room: Room
+) -> tuple[Bool[Tensor, "N S"] | None, Bool[Tensor, "N T"]]:
+    """Who stays, token by token: the best of each head; among equals the later token."""
+    stored = 0 if old is None else old.shape[1]
+    scores = (new if old is None else torch.cat([old, new], dim=1)).double()
+    order = _best_first(scores)
+    counts: int | Tensor = room.tokens
+    if config.ragged:
+        worth = scores.gather(1, order).unflatten(1, (-1, config.page_tokens)).mean(-1)
+        counts = allot(worth, *_pages_of(config, room)) * config.page_tokens
+    stays = _first(order, counts)
+    return (None if old is None else stays[:, :stored]), stays[:, stored:]
+
+
+def choose_pages(
+    config: LayerConfig, old: Float[Tensor, "N S"] | None, new: Float[Tensor, "N T"], room: Room
+) -> tuple[Bool[Tensor, "N P"] | None, Bool[Tensor, "N T"]]:
+    """Who stays where pages are encoded as one: stored pages by their mean score against new tokens, best page first.
+
+    Of the stored ones whole pages stay, of the new ones tokens.
     """
-    stored, new = table.length, leaving.keys.shape[1]
-    candidates = Candidates(leaving.positions, leaving.mass)
-    if config.block_tokens > 1:
-        # Whole pages only: thin the new tokens here; `_evict_pages` then weighs page against page.
-        room = kept if config.budget.revisits else kept - stored
-        return best(config.scorer.score(candidates), min(new, room)), None
-    if not config.budget.revisits or not stored:
-        return best(config.scorer.score(candidates), kept - stored), None
-    candidates = _held(config, table).then(candidates)
-    stays = staying(config.scorer.score(candidates), kept)
-    old, n_old = listed(stays[:, :stored])
-    table.keep(old, lengths=n_old)
-    return listed(stays[:, stored:])
-
-
-def _evict_pages(config: LayerConfig, table: PageTable, kept: int) -> None:
-    """Drop whole pages, lowest mean score first."""
     size = config.page_tokens
-    scores = config.scorer.score(_held(config, table)).unflatten(1, (-1, size)).mean(-1)
-    table.keep(best(scores, kept // size), unit_tokens=size)
+    order = _best_first(new.double())
+    worth = new.double().gather(1, order).unflatten(1, (-1, size)).mean(-1)
+    stored = 0
+    if old is not None:
+        stored = old.shape[1] // size
+        worth = torch.cat([old.double().unflatten(1, (-1, size)).mean(-1), worth], dim=1)
+    best = _best_first(worth)
+    counts: int | Tensor = room.tokens // size
+    if config.ragged:
+        counts = allot(worth.gather(1, best), *_pages_of(config, room))
+    stays = _first(best, counts)
+    fresh = stays[:, stored:].sum(1, keepdim=True) * size
+    return (None if old is None else stays[:, :stored]), _first(order, fresh)
 
 
-def best(scores: Float[Tensor, "N T"], count: int) -> Int[Tensor, "N K"]:
-    """Ascending indices of the `count` highest scores; among equals the later token stays."""
-    order = torch.sort(scores, dim=1, stable=True).indices
-    return order[:, order.shape[1] - count :].sort(dim=1).values
+def _pages_of(config: LayerConfig, room: Room) -> tuple[int, int, int]:
+    """Total pages, heads that share them, and pages each head gets in any case."""
+    total = room.tokens // config.page_tokens
+    return total, room.group, config.floor_pages(total, room.group, room.secures)
 
 
-def staying(scores: Float[Tensor, "N T"], count: int) -> Bool[Tensor, "N T"]:
-    """Where the `count` highest scores of each head are; among equals the later token stays."""
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best(scores, count), True)
+def allot(worth: Float[Tensor, "N P"], total: int, group: int, floor: int) -> Int[Tensor, "N 1"]:
+    """How many of its pages, best first, each head keeps: `floor`, and then the best of its group's, `total` in all.
+
+    `worth` is -inf where a head has no more pages. Among equals a page that is better placed in its own head goes
+    first, then that of the earlier head.
+    """
+    rank = torch.arange(worth.shape[1], device=worth.device)
+    first = worth.masked_fill((rank < floor) & (worth > -torch.inf), torch.inf)
+    side_by_side = first.unflatten(0, (-1, group)).mT.flatten(1)
+    order = torch.sort(side_by_side, dim=1, descending=True, stable=True).indices
+    return _first(order, total).unflatten(1, (-1, group)).sum(1).view(-1, 1)
+
+
+def _best_first(scores: Float[Tensor, "N T"]) -> Int[Tensor, "N T"]:
+    """Indices by falling score; among equals the later one first."""
+    return torch.sort(scores, dim=1, stable=True).indices.flip(1)
+
+
+def _first(order: Int[Tensor, "N T"], counts: "int | Tensor") -> Bool[Tensor, "N T"]:
+    """Where the first `counts` of each head's `order` are."""
+    rank = torch.arange(order.shape[1], device=order.device)
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, (rank < counts).expand_as(order))
 
 
 def listed(stays: Bool[Tensor, "N T"]) -> tuple[Int[Tensor, "N K"], list[int]]:
@@ -119,7 +205,3 @@ def listed(stays: Bool[Tensor, "N T"]) -> tuple[Int[Tensor, "N K"], list[int]]:
     lengths = stays.sum(1).tolist()
     order = torch.argsort((~stays).to(torch.int8), dim=1, stable=True)
     return order[:, : max(lengths)], lengths
-
-
-def _taken(x: Shaped[Tensor, "N T ..."], index: Int[Tensor, "N K"]) -> Shaped[Tensor, "N K ..."]:
-    return x.gather(1, index if x.ndim == 2 else index.unsqueeze(-1).expand(-1, -1, x.shape[2]))

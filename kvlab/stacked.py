@@ -57,6 +57,7 @@ class StackedLayer(CacheLayerMixin):
                 real = None if owner.valid is None or len(part.rows) > 1 else owner.valid[first]
                 part.seen += call.q.shape[2] if real is None else int(real.sum())
                 first += len(part.rows)
+                part.settle()
         self._pending = None
         return out
 

@@ -200,7 +200,8 @@ class SlowRow:
         size = self.config.page_tokens
         pages = [single[i : i + size] for i in range(0, len(stored), size)]
         best = falling(single[len(stored) :])
-        pages += [best[i : i + size] for i in range(0, len(best), size)]
+        # Worst first: should all tie, the page of the later tokens is the later page.
+        pages += [best[i : i + size] for i in range(0, len(best), size)][::-1]
         return falling([(mean(s for s, _ in page), [t for _, ts in page for t in ts]) for page in pages])
 
     def encode(self, tokens: list[Token]) -> None:
@@ -244,7 +245,7 @@ class SlowRow:
         most = min(most, stored + n * leaving)
         shared = budget.scope != "head"
         unit = page if shared else self.config.block_tokens
-        needy = not protected or (shared and budget.kind == "threshold" and not stored)
+        needy = not stored if shared and budget.kind == "threshold" else not protected
         most = max(most // unit * unit, min(n * unit, stored + n * leaving) if needy else 0)
         new_pages = (most - (stored if budget.kind == "threshold" else 0)) // page
         return most, max(int(Ratio(str(budget.floor)) * new_pages / n), int(needy))

@@ -4,6 +4,7 @@ Switches (bool and Literal fields) are enumerated from the class itself; numbers
 under NUMBERS. Combinations a class refuses are left out.
 """
 
+import dataclasses
 import itertools
 import typing
 from dataclasses import fields
@@ -11,16 +12,17 @@ from typing import Any
 
 from kvlab.codecs import CODECS, Codec
 from kvlab.config import KVConfig
-from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Reader, Scorer
+from kvlab.policies import BUDGETS, READERS, SCORERS, Budget, Fraction, Reader, Scorer, Threshold, Tokens
+from kvlab.policies.base import Scope
 
 NUMBERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "affine": {"bits": (8, 4, 3, 2), "group": (16, 0)},
     "fp8": {"exponents": ((0,), (-2,))},
     "attention_mass": {"decay": (1.0, 0.9)},
     "window_attention": {"window": (3, 32), "pool": (1, 5)},
-    "tokens": {"tokens": (1, 20, 1000)},
-    "fraction": {"fraction": (0.1, 0.5, 1.0)},
-    "threshold": {"quantile": (0.0, 0.4, 0.9)},
+    "tokens": {"tokens": (1, 20, 1000), "scope": ("head",)},
+    "fraction": {"fraction": (0.1, 0.5, 1.0), "scope": ("head",)},
+    "threshold": {"quantile": (0.0, 0.4, 0.9), "scope": ("head",)},
     "top_k": {"fraction": (0.3, 1.0), "count": (0, 3), "chunk": (16, 4), "dense_layers": (0,), "select_every": (1, 3)},
 }
 PAGE = 16
@@ -50,7 +52,16 @@ def instances(kind: str, cls: type) -> list[Any]:
 
 ALL_CODECS: list[Codec] = [codec for kind, cls in CODECS.items() for codec in instances(kind, cls)]
 ALL_SCORERS: list[Scorer] = [scorer for kind, cls in SCORERS.items() for scorer in instances(kind, cls)]
-ALL_BUDGETS: list[Budget] = [budget for kind, cls in BUDGETS.items() for budget in instances(kind, cls)]
+EVEN_BUDGETS: list[Budget] = [budget for kind, cls in BUDGETS.items() for budget in instances(kind, cls)]
+# Heads that share a budget: one number of each kind, and one that leaves a head its last page.
+SHARED_BUDGETS: list[Budget] = [
+    dataclasses.replace(budget, scope=scope, floor=floor)
+    for budget in (Tokens(45), Fraction(0.5), Threshold(0.4), Tokens(1))
+    for scope in typing.get_args(Scope)
+    for floor in (0.0, 0.5)
+    if scope != "head" and (floor or budget != Tokens(1))
+]
+ALL_BUDGETS = EVEN_BUDGETS + SHARED_BUDGETS
 ALL_READERS: list[Reader] = [reader for kind, cls in READERS.items() for reader in instances(kind, cls)]
 # One of each kind of layout: what the store and the rows see differently.
 SOME_CODECS: list[Codec] = [
