@@ -10,6 +10,7 @@ from kvlab.stats import wilson
 # Column -> (heading with unit, how a value reads). A column without an entry reads as it is.
 COLUMNS = {
     "workload_bytes": ("bytes at workload", doc.size),
+    "read_bytes": ("read per step", doc.size),
     "predicted_bytes": ("predicted", doc.size),
     "measured_bytes": ("measured", doc.size),
     "bytes_per_token": ("bytes/token", lambda v: f"{v:,.0f}"),
@@ -110,7 +111,15 @@ def before_after(result: Mapping) -> pd.DataFrame:
 
 def finalists(result: Mapping) -> pd.DataFrame:
     """One line per judged config, largest first; the raw cache leads where it was not judged itself."""
-    keys = ("workload_bytes", "predicted_bytes", "measured_bytes", "bytes_per_token", "effective_bits", "sessions")
+    keys = (
+        "workload_bytes",
+        "read_bytes",
+        "predicted_bytes",
+        "measured_bytes",
+        "bytes_per_token",
+        "effective_bits",
+        "sessions",
+    )
     entries = doc.judged(result)
     baseline = result.get("baseline") or {}
     if baseline and baseline.get("config_id") not in {e["config_id"] for e in entries}:

@@ -13,6 +13,7 @@ from kvlab.confirm import ROLE as CONFIRM
 from kvlab.confirm import Verdicts, family_scores
 from kvlab.evals.item import EvalSet
 from kvlab.models import Loaded
+from kvlab.policies import Dense
 from kvlab.runs import Run
 from kvlab.search.race import ROLE as SEARCH
 from kvlab.search.race import Race, Racer, Trial
@@ -33,13 +34,17 @@ class Describer:
         return self.workload.bytes(config, self.shape)
 
     def config(self, config: KVConfig) -> dict[str, Any]:
-        """Identity and bytes at the workload."""
+        """Identity and bytes at the workload; what one step of all conversations reads, where a reader is sparse."""
         size = self.size(config)
+        # Said only of a reader that leaves something out: every other one reads what it stores.
+        sparse = not isinstance(config.reader, Dense)
+        read = config.read_bytes(self.shape, self.workload.context) * self.workload.concurrency if sparse else None
         return {
             "config_id": config.id,
             "label": config.label,
             "workload_bytes": size,
             "feasible": size <= self.budget,
+            **({} if read is None else {"read_bytes": read}),
             "workload_effective_bits": round(config.effective_bits(self.shape, self.workload.context), 4),
             "sessions": self.workload.sessions(config, self.shape, self.budget),
             "longest_context": self.workload.longest(config, self.shape, self.budget),

@@ -16,7 +16,9 @@ import transformers
 
 from kvlab import confirm, models
 from kvlab.book import Interrupted, ScoreBook, StopFlag
-from kvlab.config import KVConfig
+from kvlab.calibration import facts
+from kvlab.centring import CentringError
+from kvlab.config import Centring, KVConfig
 from kvlab.evals.item import EvalSet
 from kvlab.evals.tasks import build
 from kvlab.models import Loaded
@@ -83,10 +85,21 @@ def open_session(request: Request) -> Session:
     workload = Workload(request.context, request.concurrency)
     probe = LocalSubject(loaded)
     raw_dtype = "auto" if loaded.model.dtype.itemsize == 2 else "float16"
-    space = Space(probe.shape, workload, request.budget_bytes, raw_dtype)
+    space = Space(probe.shape, workload, request.budget_bytes, raw_dtype, _centrings(probe))
     store = SnapshotStore(snapshot_identity(loaded), memory_bytes=2 << 30, disk_bytes=4 << 30)
     subject = LocalSubject(loaded, scorers=space.scorers(), store=store, plan=probe.plan)
     return Session(request, loaded, subject, space, sanity)
+
+
+def _centrings(subject: LocalSubject) -> tuple[Centring, ...]:
+    """What the model's keys allow. A mean is measured here, once for its weights, so that no trial waits for it."""
+    if subject.plan.mode == "dense":
+        return ("none",)
+    try:
+        subject.centres([KVConfig(centring="mean")])
+    except CentringError:
+        return ("none",)
+    return ("none", "mean")
 
 
 def plan(session: Session) -> tuple[Sizes, Speed, int]:
@@ -151,6 +164,7 @@ def start(session: Session, root: Path) -> Run:
         "dtype": session.loaded.dtype,
         "attention": session.subject.plan.mode,
         "threads": threads,
+        "centring": facts(session.loaded) if "mean" in session.space.centrings else None,
         "seeds": {"items": session.request.seed, "sampler": session.request.seed},
         "device": session.loaded.device,
         "sanity": session.sanity,
