@@ -224,7 +224,7 @@ def summarise_triton(
     _summary_kernel[B * N, triton.cdiv(tokens, chunk) + 1](
         body, scale, zero, extra, streams[names[0]], streams[names[-1]], index.contiguous(), start.contiguous(),
         counts.contiguous(), *strides, N, M, int(len(fmt.exponents) > 1), ADDED=added is not None,
-        **constants, **_options(constants["ROWS"] * constants["WIDTH"]),
+        **constants, **_options(2 * constants["ROWS"] * constants["WIDTH"]),
     )  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def _summary_variants() -> list[AotVariant]:
         types |= {"low": "*fp16", "high": "*fp16", **dict.fromkeys(("index", "start", "counts"), "*i32")}
         types |= dict.fromkeys(("ab", "an", "at", "ad", "N", "M", "per_head"), "i32")
         constants = _summary_constants(fmt, head_dim, 32, 16 if fmt.axis == "token" else 32, mean)
-        options = _options(constants["ROWS"] * constants["WIDTH"])
+        options = _options(2 * constants["ROWS"] * constants["WIDTH"])
         fixed = {"ADDED": fmt.hadamard, **constants}
         variants.append(variant_of(_summary_kernel, f"{name} {'mean' if mean else 'minmax'}", types, fixed, options))
     return variants

@@ -2,8 +2,8 @@
 it overwrites has been read. To other pages, all rows move at once.
 """
 
-# The compiler takes any tensor or number where these annotations say constexpr, and counts over its own ranges.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# The compiler takes any tensor or number where these annotations say constexpr.
+# pyright: reportArgumentType=false
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,8 @@ def _compact_kernel(
     if not IN_PLACE:
         first = tl.program_id(2) * ROWS
         last = tl.minimum(last, first + ROWS)
-    for at in tl.range(first, last, ROWS, num_stages=1):
+    at = first
+    while at < last:
         slot = at + tl.arange(0, ROWS)
         moves = slot < last
         source = tl.load(kept + pair * K + slot, mask=moves, other=0).to(tl.int32)
@@ -48,6 +49,7 @@ def _compact_kernel(
             # A row of this tile may be another's destination: every warp has read before any writes.
             tl.debug_barrier()
         tl.store(stream + new[:, None] * WIDTH + column[None, :], rows, mask=mask)
+        at += ROWS
 
 
 def _constants(width: int, page: int, tokens: int, in_place: bool) -> dict[str, Any]:

@@ -256,10 +256,11 @@ def _rotation(fmt: Format, head_dim: int) -> dict[str, Any]:
 def _affine_constants(fmt: Format, head_dim: int, page: int, tokens: int) -> dict[str, Any]:
     planes = _PLANES[fmt.bits]
     width = triton.next_power_of_2(head_dim // planes)
-    rows = page if fmt.axis == "channel" else rows_of(planes * width, tokens)
+    layout = _layout(fmt, head_dim)
+    rows = page if layout == "page" else rows_of(planes * width, tokens)
     return {
         "P": page, "D": head_dim, "BITS": fmt.bits, "GROUP": fmt.group, "MODE": _MODES[fmt.mode],
-        "LAYOUT": _layout(fmt, head_dim), "PLANES": planes, "BYTES": width, "ROWS": rows,
+        "LAYOUT": layout, "PLANES": planes, "BYTES": width, "ROWS": rows,
     }  # fmt: skip
 
 
@@ -284,6 +285,8 @@ def _raw_constants(head_dim: int, page: int, tokens: int, given: torch.dtype, st
 def _options(constants: Mapping[str, Any]) -> dict[str, Any]:
     """Contracting a product and a sum would round once where the definition rounds twice."""
     elements = constants["ROWS"] * constants["BYTES"] * constants.get("PLANES", 1)
+    # Scales and zeros of all elements stay in registers where groups come one after the other.
+    elements *= 2 if constants.get("LAYOUT") == "any" else 1
     return {"num_warps": warps_of(elements), "num_stages": 1, "enable_fp_fusion": False}
 
 
