@@ -14,9 +14,10 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvlab.cache import AttentionCall, Handle, KVCache, Mode, SeamError, cache_kwarg
-from kvlab.centring import Centres, Rotaries, bias_centres, find_rotaries
+from kvlab.centring import Centres, Rotaries, bias_centres, find_rotaries, key_advice
 from kvlab.config import Centring, KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
+from kvlab.policies import Dense
 from kvlab.stacked import StackedLayer
 
 NAME = "kvlab"
@@ -172,6 +173,7 @@ class Plan(NamedTuple):
     reason: str
     compressed: tuple[int, ...]  # layers kvlab stores
     stock: tuple[int, ...]  # layers that keep transformers' own cache
+    advice: str = ""  # which way to store keys in 4 bit suits the model, from its weights
 
     @property
     def stackable(self) -> bool:
@@ -295,6 +297,8 @@ def attach(
         raise UnsupportedModelError(f"{type(model).__name__}: {plan.reason}")
     if plan.mode == "dense" and config.budget.evicts:
         raise UnsupportedModelError(f"{type(model).__name__}: no eviction in dense mode ({plan.reason})")
+    if plan.mode == "dense" and not isinstance(config.reader, Dense):
+        raise UnsupportedModelError(f"{type(model).__name__}: no sparse reading in dense mode ({plan.reason})")
     config.check(shape_of(model))
     attachment = Attachment(model, config, "dense" if plan.mode == "dense" else "packed", centres)
     try:
@@ -351,7 +355,7 @@ def make_plan(model: PreTrainedModel) -> Plan:
         problem = _dry_run(model, mode)
         if problem is None:
             reason = "; ".join(reasons) or "attention is served from the packed store"
-            return Plan(mode, reason, compressed, stock)
+            return Plan(mode, reason, compressed, stock, key_advice(model) if mode == "packed" else "")
         reasons.append(f"{mode}: {problem}")
     return Plan("refuse", "; ".join(reasons), compressed, stock)
 

@@ -1,5 +1,6 @@
 """Centres on real architectures: rotary embeddings found by facts, identity to the dense model, and what is refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvlab.attach import UnsupportedModelError, attach, cache_kwarg
+from kvlab.attach import UnsupportedModelError, attach, cache_kwarg, make_plan
 from kvlab.cache import SeamError
 from kvlab.centring import Centres, CentringError, bias_centres, find_rotaries, mean_centres
 from kvlab.codecs import Affine, Raw
@@ -128,9 +129,9 @@ def identical(model: Any, centres: dict[str, Centres], centring: Any) -> None:
     cuts = (30, 25, 1, 1, 20, 1)
     config = KVConfig(sink_tokens=0, recent_tokens=0, centring=centring)
     with attach(model, config, centres=centres) as kv:
-        own = DynamicCache(config=model.config)
+        own: Any = DynamicCache(config=model.config)
         expected = feed(model, own, ids, cuts, mask)
-        cache = kv.cache()
+        cache: Any = kv.cache()
         got = feed(model, cache, ids, cuts, mask)
         plain = feed(model, kv.cache(KVConfig(sink_tokens=0, recent_tokens=0)), ids, cuts, mask)
         stored = [cache.layers[i].rows[0].pages()[0]["data"] for i in cache.compressed]
@@ -158,7 +159,8 @@ def test_raw_keys_centred_by_their_bias_are_the_dense_model() -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "gemma3"])
 def test_generate_goes_on_where_a_centred_cache_is(name: str) -> None:
-    model, ids = tiny_model(name), token_ids(1, 60)
+    model: Any = tiny_model(name)
+    ids = token_ids(1, 60)
 
     def greedy(cache: Any, ids: torch.Tensor) -> torch.Tensor:
         return model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=None, **{cache_kwarg(): cache})
@@ -178,7 +180,8 @@ def test_a_fork_is_a_prefill(name: str, key: Any) -> None:
     config = KVConfig(key=key, scorer=AttentionMass(), budget=Fraction(0.6), **ENCODED)
     with attach(model, config, centres=means(model)) as kv:
         (snapshot,) = take(model, kv, [ids[0, :75].tolist()], [config.scorer])
-        fork, live = snapshot.fork(config, kv), kv.cache()
+        fork: Any = snapshot.fork(config, kv)
+        live: Any = kv.cache()
         feed(model, live, ids, (75,))
         for i in live.compressed:
             ours, theirs = (c.layers[i].rows[0].table.gather() for c in (fork, live))
@@ -271,7 +274,7 @@ def test_a_mean_must_be_given() -> None:
 def test_a_bias_is_read_off_the_model_when_it_is_needed() -> None:
     model = tiny_model("qwen2")
     with attach(model) as kv:
-        cache = kv.cache(KVConfig(key=Raw(), centring="bias"))
+        cache: Any = kv.cache(KVConfig(key=Raw(), centring="bias"))
         assert [layer.centre is not None for layer in cache.layers] == [True, True]
         assert kv.centres("bias") is kv.centres("bias")
         assert kv.centres("none") is None
@@ -291,6 +294,25 @@ def test_positions_that_are_not_a_count_of_real_tokens_are_refused() -> None:
         shifted = torch.arange(100, 112).unsqueeze(0)
         with pytest.raises(SeamError, match="row 0 takes its tokens 0 to 11, but position_ids say 100 to 111"):
             model(input_ids=ids[:1], position_ids=shifted, use_cache=True, **{cache_kwarg(): kv.cache()})
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama3", "at 4 bit per token use centring='mean'"),
+        ("phi3", "at 4 bit per token use centring='mean'"),
+        ("qwen2", "k_proj biases reach .* times the spread of a key channel .* use centring='bias'"),
+        ("qwen3", "keys are normed in a small model: keep them at 8 bit"),
+        ("gemma3", "keys are normed"),
+        ("gpt_oss", "at 4 bit per token"),  # it has biases, and they are quiet
+        ("falcon", "^$"),  # dense mode: keys are not centred there
+    ],
+)
+def test_a_plan_says_how_to_store_keys(name: str, said: str) -> None:
+    assert re.search(said, make_plan(tiny_model(name)).advice)
 
 
 # -- FMT-08: a loud key channel ----------------------------------------------------------------------------------------
