@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,12 +145,12 @@ def _said(row: Mapping[str, Any]) -> str:
 # --- the child: compiles, measures ---
 
 
-def variants() -> list[AotVariant]:
-    """Every variant of every Triton kernel. Needs triton, bound to the compiler."""
+def variants(backend: str) -> list[AotVariant]:
+    """Every variant of every Triton kernel, as it is launched on this backend. Needs triton, bound to the compiler."""
     from kvlab.kernels import chunks_triton, compact_triton, encode_triton, paged_triton
 
-    modules = (paged_triton, encode_triton, compact_triton, chunks_triton)
-    return [variant for module in modules for variant in module.aot_variants()]
+    same = (module.aot_variants() for module in (encode_triton, compact_triton, chunks_triton))
+    return [*paged_triton.aot_variants(backend), *(variant for some in same for variant in some)]
 
 
 def measured(variant: AotVariant, target: Target) -> dict[str, Any]:
@@ -211,16 +211,19 @@ def from_amdgcn(assembly: str) -> dict[str, int]:
     }
 
 
-def child(arguments: Sequence[str], known: Callable[[], Iterable[AotVariant]] = variants) -> None:
-    """`list` prints all names; `compile` one line of JSON for each job on stdin. What fails ends the process, and the
-    parent takes the missing line for the one that failed.
+def child(arguments: Sequence[str], known: Callable[[str], Sequence[AotVariant]] = variants) -> None:
+    """`list` prints all names, the same for each backend; `compile` one line of JSON for each job on stdin. What fails
+    ends the process, and the parent takes the missing line for the one that failed.
     """
-    every = list(known())
+    every = {backend: known(backend) for backend in ("cuda", "hip")}
     if arguments[0] == "list":
-        print(json.dumps([(v.kernel, v.variant) for v in every]))
+        names, others = ([(v.kernel, v.variant) for v in every[backend]] for backend in every)
+        if names != others or len(set(names)) < len(names):
+            raise AotError(f"variants need one name each, on every backend: {sorted(names)} and {sorted(others)}")
+        print(json.dumps(names))
         return
     for index, _, _, target in json.load(sys.stdin):
-        print(json.dumps(measured(every[index], TARGETS[target])), flush=True)
+        print(json.dumps(measured(every[TARGETS[target].backend][index], TARGETS[target])), flush=True)
 
 
 if __name__ == "__main__":

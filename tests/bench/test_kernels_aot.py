@@ -35,9 +35,11 @@ def variant(name, jit, tile):
     types = {"x": "*fp16", "y": "*fp32", "TILE": "constexpr"}
     return AotVariant("toy", name, jit, types, {"TILE": tile}, {"num_warps": 4, "num_stages": 2}, ("x", "y"))
 
-def known():
+def known(backend):
+    if os.environ.get("TWICE"):
+        return [variant("same", square, 1024), variant("same", square, 2048)]
     names = [variant("small", square, 2048), variant("wrong", wrong, 16), variant("large", square, LARGE)]
-    return [*names, variant("after", square, 1024)]
+    return Dies([*names, variant("after", square, 1024)])
 
 class Dies(list):
     def __getitem__(self, index):
@@ -47,8 +49,6 @@ class Dies(list):
         return found
 
 assert "TRITON_INTERPRET" not in os.environ
-import kvlab.bench.aot as aot
-aot.list = Dies
 child(sys.argv[1:], known)
 """
 
@@ -109,6 +109,13 @@ def test_kernels_that_cannot_be_imported_are_no_empty_table(tmp_path: Path) -> N
     file.write_text("raise ValueError('no such kernel')")
     with pytest.raises(AotError, match="ValueError: no such kernel"):
         aot.run(lambda _: None, command=[sys.executable, str(file)])
+
+
+@needs_triton
+def test_two_variants_of_one_name_are_refused(toy, monkeypatch) -> None:
+    monkeypatch.setenv("TWICE", "1")
+    with pytest.raises(AotError, match="one name each"):
+        aot.run(lambda _: None, command=toy())
 
 
 @needs_triton

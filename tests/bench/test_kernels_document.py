@@ -151,7 +151,7 @@ def test_the_best_options_are_those_that_were_right() -> None:
 
 def test_names_are_unique_and_json_keeps_the_cases() -> None:
     for device in ("cuda", "cpu"):
-        every = [*cases.checks(), *cases.timed(device), *cases.tuned(device)]
+        every = [*cases.checks(device), *cases.timed(device), *cases.tuned(device)]
         assert len({case.name for case in every}) == len(set(every))
         assert json.loads(json.dumps([case.name for case in every])) == [case.name for case in every]
     assert {case.pair for case in cases.timed("cuda")} == {*PAIRS, ""}

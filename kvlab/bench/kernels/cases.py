@@ -108,9 +108,64 @@ def _paged(kernel: str, pair: str, shape: Shape, **extra: Any) -> Case:
     return Case(kernel, pair, shape._replace(P=page_of(pair, shape.P)), **extra)
 
 
-def checks() -> list[Case]:
-    """Small awkward cases, the same everywhere."""
-    return list(_encode_checks())
+def checks(device: str) -> list[Case]:
+    """Small awkward cases. The interpreter multiplies no bf16 numbers, so those are for a GPU."""
+    every = [*_decode_checks(), *_sparse_checks(), *_encode_checks(), *_compact_checks()]
+    return [case for case in every if device == "cuda" or case.flag("dtype", "") != "bfloat16"]
+
+
+def _decode_checks() -> Iterator[Case]:
+    """Every format, ragged from no token to L; then what else a call may ask for, once each."""
+    shapes = (
+        Shape(2, 257, N=2, G=3, D=64, window=3),
+        Shape(2, 63, N=1, G=7, D=128, window=17),
+        Shape(1, 130, N=2, G=1, D=96, window=1),
+        Shape(2, 96, N=2, G=4, D=80, window=5),
+    )
+    ragged = (("ragged", True),)
+    for i, pair in enumerate(PAIRS):
+        shape = shapes[i % 3] if pair in ("int2mid", "K2ch_V2", "K4ch_V3", "int3") else shapes[i % 4]
+        shape = shape._replace(D=128 if pair in ("K4ch_V3", "int3") and shape.D == 96 else shape.D)
+        yield _small("decode", pair, shape, "ragged", ragged)
+    base = shapes[0]
+    for dtype in ("float16", "bfloat16", "float32"):
+        for pair in ("raw", "int4"):
+            yield _small("decode", pair, base, f"ragged {dtype}", (*ragged, ("dtype", dtype)))
+    yield _small("decode", "int4", base, "softcap", (("softcap", 30.0),))
+    yield _small("decode", "fp8_e4m3", base, "sinks", (*ragged, ("sinks", True)))
+    yield _small("decode", "int4rot", base, "centred", (*ragged, ("centred", True)))
+    yield _small(
+        "decode", "K4ch_V4", base, "centred softcap sinks", (("centred", True), ("softcap", 20.0), ("sinks", True))
+    )
+    yield _small("decode", "raw", base, "mass", (*ragged, ("mass", True)))
+    yield _small("decode", "int4", base, "mass", (*ragged, ("mass", True)))
+    yield _small("decode", "int8", Shape(3, 33, N=2, G=8, D=256, P=32), "", ())
+    yield _small("decode", "int4", Shape(2, 2048, N=1, G=4, D=64, window=70), "long", ())
+    yield _small("decode", "raw", Shape(2, 1, N=2, G=1, D=64, window=0), "one key", ())
+    yield _small("decode", "int4", Shape(2, 16, N=2, G=1, D=64, window=1), "no window", (*ragged,))
+
+
+def _sparse_checks() -> Iterator[Case]:
+    shape, half = Shape(2, 257, N=2, G=3, D=64, window=3), ("fraction", 0.5)
+    for pair in ("raw", "int4", "K4ch_V4", "fp8_dyn"):
+        yield _small("sparse", pair, shape, "half ragged", (half, ("ragged", True)))
+    yield _small("sparse", "int4", shape, "half with selection", (half, ("ragged", True), ("selection", True)))
+    yield _small("sparse", "int2", shape, "half mass", (half, ("ragged", True), ("mass", True)))
+    for pair, bound in (("int4", "minmax"), ("raw", "mean"), ("K4ch_V4", "codec"), ("K2ch_V2", "codec")):
+        yield _small("scores", pair, shape, f"{bound} ragged", (("bound", bound), ("ragged", True)))
+    for variant in ("share", "mass"):
+        yield Case("select", "", Shape(3, 16 * 129, N=2, P=16), variant)
+    for pair in ("raw", "int4", "int4rot", "K4ch_V3", "fp8_dyn"):
+        yield _small("bounds", pair, shape, "ragged", (("ragged", True),))
+
+
+def _small(kernel: str, pair: str, shape: Shape, variant: str, flags: tuple[tuple[str, Any], ...]) -> Case:
+    """A case whose channel groups are full pages."""
+    made = _paged(kernel, pair, shape, variant=variant, flags=flags)
+    if not page_of(pair, 0):
+        return made
+    length = -(-shape.L // made.shape.P) * made.shape.P
+    return made._replace(shape=made.shape._replace(L=length), flags=(*flags, ("whole", True)))
 
 
 def _encode_checks() -> Iterator[Case]:
@@ -122,14 +177,26 @@ def _encode_checks() -> Iterator[Case]:
         yield _paged("encode", pair, Shape(2, length, N=2, G=1, D=dim))
 
 
+def _compact_checks() -> Iterator[Case]:
+    for pair, length in (("raw", 257), ("int4", 63), ("fp8_dyn", 33), ("int3", 1)):
+        yield _paged("compact", pair, Shape(2, length, N=2, G=1, D=64), variant="in place")
+    yield _paged("compact", "int8", Shape(2, 257, N=3, G=1, D=80), variant="to others", flags=(("others", True),))
+
+
 def tuned(device: str) -> list[Case]:
-    """What launch options are tried on: one big shape for every format."""
-    return []
+    """What launch options are tried on: one big shape for each format that has options of its own."""
+    shape = Shape(8, 65536) if device == "cuda" else Shape(2, 256, N=2, G=3, D=64, window=3)
+    return [_paged("decode", pair, shape, variant="tune") for pair in (*MAIN_PAIRS, "int4mid", "int3")]
 
 
 def options(device: str) -> list[dict[str, int]]:
-    """Launch options to try beside those in use."""
-    return []
+    """Launch options to try beside those in use, most promising first; what a set leaves out stays as in use."""
+    if device == "cpu":
+        return [{"tile": 32, "warps": 4, "stages": 1}, {"splits": 3}]
+    sets = [(64, 4, 3), (128, 4, 3), (128, 8, 3), (64, 4, 4), (128, 4, 2), (64, 4, 2), (128, 8, 2), (128, 4, 4)]
+    sets += [(64, 8, 3), (32, 4, 4), (32, 2, 4), (64, 2, 3), (256, 8, 2), (64, 2, 4), (128, 8, 4), (64, 4, 5)]
+    tiles: list[dict[str, int]] = [{"tile": tile, "warps": warps, "stages": stages} for tile, warps, stages in sets]
+    return [*tiles[:8], {"splits": 8}, {"splits": 16}, {"splits": 32}, *tiles[8:]]
 
 
 _HEADLINE = Shape(32, 32768)
@@ -181,10 +248,12 @@ def _writing() -> Iterator[Case]:
     for pair in ("raw", "fp8_e4m3", "int8", "int4", "int4rot", "K4ch_V4", "int2"):
         yield _paged("encode", pair, Shape(8, 16384))
     for pair in ("raw", "int4"):
-        yield _paged("compact", pair, Shape(8, 32768))
-    yield _paged("scores", "int4", _HEADLINE, variant="minmax")
-    yield _paged("scores", "int4", _HEADLINE, variant="mean")
-    yield _paged("scores", "K4ch_V4", _HEADLINE, variant="codec")
+        yield _paged("compact", pair, Shape(8, 32768), variant="in place")
+        yield _paged("compact", pair, Shape(8, 32768), variant="to others", flags=(("others", True),))
+    for pair, bound in (("int4", "minmax"), ("int4", "mean"), ("K4ch_V4", "codec")):
+        yield _paged("scores", pair, _HEADLINE, variant=bound, flags=(("bound", bound),))
+    for variant in ("share", "mass"):
+        yield Case("select", "", _HEADLINE, variant)
     yield _paged("bounds", "int4", Shape(8, 32768))
 
 
@@ -199,7 +268,7 @@ def _grid() -> Iterator[Case]:
 
 def known(device: str) -> dict[str, Case]:
     """Every case by its name."""
-    return {case.name: case for case in (*checks(), *timed(device), *tuned(device))}
+    return {case.name: case for case in (*checks(device), *timed(device), *tuned(device))}
 
 
 def selected(cases: Sequence[Case], pattern: str) -> list[Case]:

@@ -14,13 +14,21 @@ from typing import Any
 
 import torch
 
-from kvlab.bench.kernels import cases, peers, writing
+from kvlab.bench.kernels import cases, peers, reading, writing
 from kvlab.bench.kernels.cases import Case
+from kvlab.bench.kernels.data import codecs
 from kvlab.bench.kernels.prepared import Check, Place, Prepared, give_back, unwritten_is_nan
 from kvlab.bench.kernels.timing import Stopwatch
+from kvlab.kernels.paged import LaunchOptions
 
 RUNNERS: dict[str, Callable[[Case, Place], Prepared]] = {
+    "decode": reading.prepare_decode,
+    "sparse": reading.prepare_sparse,
+    "scores": reading.prepare_scores,
+    "select": reading.prepare_select,
+    "bounds": reading.prepare_bounds,
     "encode": writing.prepare_encode,
+    "compact": writing.prepare_compact,
 }
 
 
@@ -33,15 +41,16 @@ class Child:
 
     def do(self, job: dict[str, Any]) -> dict[str, Any]:
         """One job's result."""
-        return {"device": self.device, "check": self.check, "warm": self.warm, "time": self.time}[job["do"]](job)
+        kinds = {"device": self.device, "check": self.check, "warm": self.warm, "time": self.time, "tune": self.tune}
+        return kinds[job["do"]](job)
 
     def device(self, job: dict[str, Any]) -> dict[str, Any]:
         """What the figures were taken on. On the CPU there are none."""
         facts: dict[str, Any] = {"name": self.place.device, "torch": torch.__version__, "triton": _triton()}
-        if self.place.device != "cuda":
+        watch = self._watch()
+        if watch is None:
             return facts
         chip = torch.cuda.get_device_properties(0)
-        watch = self._watch()
         return facts | {
             "name": chip.name,
             "capability": f"{chip.major}.{chip.minor}",
@@ -60,18 +69,40 @@ class Child:
 
     def warm(self, job: dict[str, Any]) -> dict[str, Any]:
         """Let a case that will be timed compile here, beside others."""
-        self._prepare(self._case(job), None).run()
+        case = self._case(job)
+        give_back(self.place.device)
+        place = self.place._replace(warm=True)
+        if "options" in job:
+            reading.prepare_decode(case, place, self._options(case, job)).run()
+        else:
+            RUNNERS[case.kernel](case, place).run()
         return {}
+
+    def tune(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Time a case with launch options of the job's, where a set leaves some out with those in use."""
+        case = self._case(job)
+        options = self._options(case, job)
+        give_back(self.place.device)
+        label = " ".join(f"{name}={x}" for name, x in options._asdict().items() if x is not None)
+        return {"label": label} | self._timed(reading.prepare_decode(case, self.place, options))
+
+    def _options(self, case: Case, job: dict[str, Any]) -> LaunchOptions:
+        from kvlab.kernels.paged_triton import launch_options, target_of
+
+        key, value = (kind.stored_as(case.shape.D) for kind in codecs(case.pair))
+        target = target_of(torch.device(self.place.device))
+        return launch_options(key, value, case.shape.D, self.place.compute, target)._replace(**(job["options"] or {}))
 
     def time(self, job: dict[str, Any]) -> dict[str, Any]:
         """Check a case, and time it only if it is right."""
-        case = self._case(job)
-        watch = self._watch() if self.place.device == "cuda" else None
-        prepared = self._prepare(case, watch)
+        return self._timed(self._prepare(self._case(job), self._watch()))
+
+    def _timed(self, prepared: Prepared) -> dict[str, Any]:
+        watch = self._watch()
         ok, row = _judged(prepared)
         row |= {"bytes": prepared.nbytes, "impl": prepared.impl, "times": None}
         if ok and watch is not None:
-            times, outputs = watch.time(prepared.run)
+            times, outputs = watch.time(prepared.run, prepared.clear)
             # What was timed must be right too, not only the call before it.
             again = prepared.check(outputs)
             row |= {"times": times._asdict() if again.ok else None, "check": _plain(again)}
@@ -86,8 +117,9 @@ class Child:
             return peers.prepare(case, self.place, watch)
         return RUNNERS[case.kernel](case, self.place)
 
-    def _watch(self) -> Stopwatch:
-        self.stopwatch = self.stopwatch or Stopwatch()
+    def _watch(self) -> Stopwatch | None:
+        if self.stopwatch is None and self.place.device == "cuda":
+            self.stopwatch = Stopwatch()
         return self.stopwatch
 
 

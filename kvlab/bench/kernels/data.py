@@ -129,6 +129,19 @@ def _poison_tails(made: Pool, page: int) -> None:
             poison(stream[head[count // page], -(-(count % page) * stream.shape[1] // page) :])
 
 
+def summaries(made: Pool, shape: Shape, names: tuple[str, ...], generator: torch.Generator) -> dict[str, Tensor]:
+    """Summary streams of one chunk a page: "min" below "max", or "mean". The page that nobody holds holds NaN."""
+    pages = next(iter(made.k.values())).shape[0]
+    middle = {"min": -1.0, "max": 1.0, "mean": 0.0}
+    found = {}
+    for name in names:
+        stream = normal(pages, 1, shape.D, dtype=torch.float16, device=str(made.index.device), generator=generator)
+        stream.mul_(0.2).add_(middle[name])
+        poison(stream[-1:])
+        found[name] = stream
+    return found
+
+
 def normal(*size: int, dtype: torch.dtype, device: str, generator: torch.Generator) -> Tensor:
     """Standard normal numbers."""
     return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.bench.kernels.cases import Case
+from kvlab.bench.kernels.data import poison
 
 Outputs = tuple[Tensor, ...]
 Call = Callable[[], Outputs]
@@ -27,20 +28,31 @@ class Check(NamedTuple):
         return self.error <= self.tolerance  # NaN is not
 
 
+def poison_all(outputs: Outputs) -> None:
+    """What a call must write holds NaN before it."""
+    for output in outputs:
+        poison(output)
+
+
 class Prepared(NamedTuple):
-    """`run` makes one call without a host synchronisation. `nbytes`: inputs read once, outputs written once."""
+    """`run` makes one call without a host synchronisation. `nbytes`: inputs read once, outputs written once.
+
+    `clear` puts everything as it must be before a call whose outputs are checked, given those of an earlier one.
+    """
 
     run: Call
     check: Callable[[Outputs], Check]
     nbytes: int
     impl: str
+    clear: Callable[[Outputs], None] = poison_all
 
 
 class Place(NamedTuple):
-    """Where cases run, and with what numbers."""
+    """Where cases run, and with what numbers. `warm`: only so that what it needs gets compiled, on few pages."""
 
     device: str
     seed: int
+    warm: bool = False
 
     @property
     def compute(self) -> torch.dtype:
@@ -57,9 +69,9 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 def relative(out: Tensor, reference: Tensor) -> float:
-    """|out - reference| / |reference| in float64, NaN where either holds one."""
-    difference = out.double() - reference.double()
-    return float(difference.norm() / reference.double().norm())
+    """|out - reference| / |reference| in float64, NaN where either holds one; |out| where the reference is zero."""
+    size = reference.double().norm()
+    return float((out.double() - reference.double()).norm() / torch.where(size == 0, 1.0, size))
 
 
 def differing(out: Tensor, reference: Tensor) -> float:

@@ -108,15 +108,18 @@ def run(request: Request, say: Say) -> dict[str, Any]:
     """The whole document. Raises KernelBenchError where nothing can run."""
     if find_spec("triton") is None:
         raise KernelBenchError("triton is not installed: pip install 'kvlab[gpu]'")
-    checks = [case for case in cases.checks() if _matches(case, request.only)]
+    checks = [case for case in cases.checks(request.device) if _matches(case, request.only)]
     timed = cases.selected(cases.timed(request.device), request.only)
     tuned = cases.selected(cases.tuned(request.device), request.only) if request.tune else []
-    if not (checks or timed):
+    if not (checks or timed or tuned):
         raise KernelBenchError(f"no case matches {request.only!r}: leave it out to run all")
     running = Running(request, say)
-    if request.out is not None:
-        request.out.mkdir(parents=True, exist_ok=True)
-    running.save()
+    try:
+        if request.out is not None:
+            request.out.mkdir(parents=True, exist_ok=True)
+        running.save()
+    except OSError as error:
+        raise KernelBenchError(f"cannot write to {request.out}: {error}") from error
     running.device = _look(running)
     _first(running, checks, [] if request.tune else timed, tuned)
     if request.tune:
@@ -139,7 +142,7 @@ def _first(running: Running, checks: Sequence[Case], timed: Sequence[Case], tune
     jobs: list[dict[str, Any]] = [{"do": "check", "case": case.name} for case in checks]
     if running.request.device == "cuda":
         jobs += [{"do": "warm", "case": case.name} for case in timed if case.kernel != "sdpa"]
-        jobs += _tune_jobs(running, tuned, "warm_tune")
+        jobs += _tune_jobs(running, tuned, "warm")
     until = running.began + _FIRST_SHARE * (running.end - running.began)
     known = {case.name: case for case in (*checks, *timed, *tuned)}
     for answer in running.answers(jobs, min(MOST_PROCESSES, cores()), until):

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvlab.bench.kernels.data import poison
-from kvlab.bench.kernels.prepared import Call, Outputs
+from kvlab.bench.kernels.prepared import Call, Outputs, poison_all
 
 REPLAYS = 100
 FLUSH_BYTES = 256 * 2**20
@@ -65,15 +64,16 @@ class Stopwatch:
             outputs = call()
         return captured, outputs
 
-    def time(self, call: Call, replays: int = REPLAYS) -> tuple[Times, Outputs]:
+    def time(
+        self, call: Call, clear: Callable[[Outputs], None] = poison_all, replays: int = REPLAYS
+    ) -> tuple[Times, Outputs]:
         """Time `call` by replays of its graph; a host synchronisation inside it is an error of the capture.
 
-        The outputs are those of one more replay, into memory that held NaN: what was timed can be checked.
+        The outputs are those of one more replay after `clear`: what was timed can be checked.
         """
         captured, outputs = self.graph(call)
         times = self._between_events(captured.replay, replays)
-        for output in outputs:
-            poison(output)
+        clear(outputs)
         captured.replay()
         torch.cuda.synchronize()
         return times, outputs

@@ -1,11 +1,12 @@
-"""Cases that write pages: tokens are encoded and appended."""
+"""Cases that write pages: tokens are encoded and appended, kept ones close up."""
 
 import torch
 from torch import Tensor
 
 from kvlab.bench.kernels.cases import Case
-from kvlab.bench.kernels.data import codecs, normal, poison
+from kvlab.bench.kernels.data import codecs, normal, poison, pool
 from kvlab.bench.kernels.prepared import Check, Outputs, Place, Prepared, differing
+from kvlab.kernels.compact import compact
 from kvlab.kernels.encode import append, encode
 from kvlab.kernels.formats import Format
 
@@ -59,8 +60,10 @@ def prepare_encode(case: Case, place: Place) -> Prepared:
     layouts = [kind.streams(case.shape.D, case.shape.P, place.compute) for kind in codecs(case.pair)]
     formats = [kind.stored_as(case.shape.D) for kind in codecs(case.pair)]
     sides = [_Side(case, place, fmt, layout, generator) for fmt, layout in zip(formats, layouts, strict=True)]
-    for side in sides:
-        side.clear()
+
+    def clear(_: Outputs) -> None:
+        for side in sides:
+            side.clear()
 
     def run() -> Outputs:
         for side in sides:
@@ -74,4 +77,45 @@ def prepare_encode(case: Case, place: Place) -> Prepared:
             error = 1.0
         return Check(error, 0.0, "the same bytes as torch on the CPU")
 
-    return Prepared(run, check, sum(side.nbytes for side in sides), "triton")
+    clear(())
+    return Prepared(run, check, sum(side.nbytes for side in sides), "triton", clear)
+
+
+def prepare_compact(case: Case, place: Place) -> Prepared:
+    """Every head closes up to half of its tokens, drawn at random: in place, or in other pages."""
+    s, generator = case.shape, place.generator(case)
+    made = pool(case.pair, s, place.compute, place.device, generator)
+    streams = {f"k.{name}": x for name, x in made.k.items()} | {f"v.{name}": x for name, x in made.v.items()}
+    order = torch.rand(s.B, s.N, s.L, generator=generator, device=place.device).argsort(-1)
+    kept = order[..., : (s.L + 1) // 2].sort(-1).values.to(torch.int32)
+    lengths = torch.full((s.B, s.N), kept.shape[-1], dtype=torch.int32, device=place.device)
+    target = None
+    if case.flag("others", False):
+        # As many pages again, behind those that are read.
+        streams = {name: torch.cat([x, torch.empty_like(x)]) for name, x in streams.items()}
+        first = made.index.numel() + 1
+        target = first + made.index[..., : -(-kept.shape[-1] // s.P)]
+    before = {name: x.clone() for name, x in streams.items()}
+    place_of = made.index if target is None else target
+
+    def run() -> Outputs:
+        compact(streams, made.index, kept, lengths, target=target, impl="triton")
+        return ()
+
+    def clear(_: Outputs) -> None:
+        for name, x in streams.items():
+            x.copy_(before[name])
+
+    def check(_: Outputs) -> Check:
+        error = 0.0
+        for name, x in streams.items():
+            for row in {0, s.B - 1}:
+                old = before[name][made.index[row].long()].flatten(1, 2)
+                want = old.gather(1, kept[row].long().unsqueeze(-1).expand(-1, -1, old.shape[-1]))
+                error = max(error, differing(x[place_of[row].long()].flatten(1, 2)[:, : want.shape[1]], want))
+            if not bool((x[made.index.numel()].view(torch.uint8) == 0xFF).all()):
+                error = 1.0
+        return Check(error, 0.0, "the same bytes as a gather by torch")
+
+    moved = 2 * made.token_bytes * kept.numel() + 4 * kept.numel() + 4 * made.index.numel()
+    return Prepared(run, check, int(moved), "triton", clear)
