@@ -26,6 +26,10 @@ class Centre:
     mu: Tensor
     rotary: Rotary
 
+    def __deepcopy__(self, memo: dict) -> "Centre":
+        """Itself: it belongs to the model and never changes, so copies of a cache share it."""
+        return self
+
     @property
     def nbytes(self) -> int:
         """Bytes of mu: once for a model, not for a sequence."""

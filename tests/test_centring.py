@@ -1,5 +1,6 @@
 """Centres on real architectures: rotary embeddings found by facts, identity to the dense model, and what is refused."""
 
+import copy
 import re
 from typing import Any
 
@@ -277,6 +278,8 @@ def test_a_bias_is_read_off_the_model_when_it_is_needed() -> None:
         cache: Any = kv.cache(KVConfig(key=Raw(), centring="bias"))
         assert [layer.centre is not None for layer in cache.layers] == [True, True]
         assert kv.centres("bias") is kv.centres("bias")
+        twin: Any = copy.deepcopy(cache)
+        assert twin.layers[0].centre is cache.layers[0].centre  # a copy of a cache copies nothing of the model
         assert kv.centres("none") is None
 
 
