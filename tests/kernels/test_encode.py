@@ -176,6 +176,21 @@ def test_groups_without_range_come_back_exactly(impl: str, axis: str) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("group", [16, 64])
+def test_a_constant_that_rounds_up_has_no_negative_scale(impl: str, group: int) -> None:
+    # 0.7 lies below its fp16 neighbour, 0.1 above: the stored zero passes the top of one group.
+    fmt, one = Affine(8, "token", group).stored_as(64), torch.zeros(1, 1).int()
+    x = torch.full((1, 1, 2, 64), 0.7)
+    x[0, 0, 1] = 0.1
+    got = written(x, pool(fmt, 64, 16, 1), fmt, one[..., None], one, impl=impl)
+    assert bool((got["scale"][0, 0] == 0).all())
+    assert bool((got["scale"][0, 1] > 0).all())
+    assert torch.equal(got["zero"][0, 0], torch.tensor(0.7).half().expand(64 // group))
+    back = restored_values(got, fmt, 64, torch.float32)[0, :2]
+    torch.testing.assert_close(back, x[0, 0], rtol=2.0**-11, atol=0)
+
+
+@BOTH
 def test_a_head_of_zeros_has_no_scale(impl: str) -> None:
     fmt, one = Fp8("e4m3", "dynamic").stored_as(64), torch.zeros(1, 1).int()
     got = written(torch.zeros(1, 1, 3, 64), pool(fmt, 64, 16, 1), fmt, one[..., None], one, impl=impl)
