@@ -17,6 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from kvlab.centre import Centre
 from kvlab.config import KVConfig, LayerConfig, LayerShape, Occupancy
 from kvlab.kernels import threads
+from kvlab.kernels.dispatch import Impl
+from kvlab.kernels.rowwise import runs_compiled
+from kvlab.policies import Dense
 from kvlab.row import Row, settle
 from kvlab.store import PagePool
 
@@ -108,23 +111,28 @@ def _versions(k: Tensor, v: Tensor) -> tuple[int, int]:
     return (0, 0) if k.is_inference() or v.is_inference() else (k._version, v._version)
 
 
-def attend_rows(rows: Sequence[Row], call: AttentionCall, read_only: bool = False) -> Float[Tensor, "B H Q E"]:
+def attend_rows(
+    rows: Sequence[Row], call: AttentionCall, read_only: bool = False, impl: Impl = "auto"
+) -> Float[Tensor, "B H Q E"]:
     """Each row over its own store. Padding never enters a row; its outputs are zeros."""
     q, k, v, valid = call.q, call.k, call.v, call.valid
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    out = []
     for b, row in enumerate(rows):
         real = slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
-        q_b, k_b, v_b = (x[b][:, real] for x in (q, k, v))
+        q_b, k_b, v_b = (x[b] if isinstance(real, slice) else x[b][:, real] for x in (q, k, v))
         if k_b.shape[1] == 0:
+            out.append(q_b.new_zeros(*q.shape[1:3], v.shape[-1]))
             continue
         if row.centre is not None:
             _check_positions(row, call.positions, b, real, k_b.shape[1])
         with threads.for_size((row.kept + k_b.shape[1]) * k.shape[1] * k.shape[3], k.device):
-            served, mass = row.attend(q_b, k_b, v_b, call.scale, call.softcap, call.sink_logits, observe=not read_only)
-            out[b][:, real] = served
+            served, mass = row.attend(q_b, k_b, v_b, call.scale, call.softcap, call.sink_logits, not read_only, impl)
             if not read_only:
                 row.commit(k_b, v_b, mass)
-    return out
+        if not isinstance(real, slice):
+            served = served.new_zeros(*q.shape[1:3], v.shape[-1]).index_copy(1, real, served)
+        out.append(served)
+    return out[0].unsqueeze(0) if len(out) == 1 else torch.stack(out)
 
 
 def _check_positions(row: Row, positions: Tensor | None, b: int, real: slice | Tensor, count: int) -> None:
@@ -163,8 +171,9 @@ class KVLayer(CacheLayerMixin):
         self.rows: list[Row] = []
         self.pool: PagePool | None = None
         self.seen = 0
+        self.impl: Impl = "auto"  # how single tokens are attended, see `Row.attend`
         self._pending: Handle | None = None
-        # Set on the last of the layers that share one budget: the ones before it. Not the cache, which would be a cycle.
+        # Set on the last of the layers that share one budget: those before it. Not the cache, which would be a cycle.
         self.others: list[KVLayer] | None = None
 
     # transformers reads these
@@ -175,6 +184,7 @@ class KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows, heads, _, key_dim = key_states.shape
         raw = self.raw_dtype or key_states.dtype
+        self.dtype = key_states.dtype
         self.shape = LayerShape(heads, key_dim, value_states.shape[-1])
         key = (self.config, self.shape, raw, key_states.device)
         if key not in self._pools:
@@ -203,6 +213,8 @@ class KVLayer(CacheLayerMixin):
     def _update_dense(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.budget.evicts:
             raise SeamError("dense mode keeps every token: eviction needs a model that routes attention to kvlab")
+        if not isinstance(self.config.reader, Dense):
+            raise SeamError("dense mode reads every token: selection needs a model that routes attention to kvlab")
         held = [row.dense(k.dtype, k.shape[-1], v.shape[-1]) for row in self.rows] if self.seen else None
         self.seen += k.shape[2]
         for b, row in enumerate(self.rows):
@@ -212,7 +224,7 @@ class KVLayer(CacheLayerMixin):
         return tuple(torch.cat([torch.stack([h[i] for h in held]), x], dim=2) for i, x in enumerate((k, v)))  # type: ignore[return-value]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        out = attend_rows(self.rows, call)
+        out = attend_rows(self.rows, call, impl=self.impl)
         self._pending = None
         if self.others is not None:
             self.settle()
@@ -297,6 +309,7 @@ class KVCache(Cache):
         model_config: PreTrainedConfig,
         mode: Mode = "packed",
         centres: Sequence[Centre | None] | None = None,
+        impl: Impl = "auto",
     ) -> None:
         own = None if config.raw_dtype == "auto" else config.raw(torch.float32)
         self._pools: dict[PoolKey, PagePool] = {}
@@ -304,12 +317,24 @@ class KVCache(Cache):
         for i, rule in config.layers(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer).items():
             layers[i] = KVLayer(rule, own, mode, self._pools, None if centres is None else centres[i])
         super().__init__(layers=layers)
-        self.config = config
+        self.config, self.impl = config, impl
         own_layers = [layer for layer in layers if isinstance(layer, KVLayer)]
+        for layer in own_layers:
+            layer.impl = impl
         if own_layers and own_layers[0].config.scope == "model":
             if len({layer.config for layer in own_layers}) > 1:
                 raise ValueError("budget scope 'model' needs the same settings in every compressed layer: use 'layer'")
             own_layers[-1].others = own_layers[:-1]
+
+    @property
+    def implementation(self) -> str:
+        """What attends single tokens, for the record: "numba" or "torch"; "none" before the first token."""
+        layer = next((x for x in self.layers if isinstance(x, KVLayer) and x.rows), None)
+        if layer is None or layer.pool is None:
+            return "none"
+        row = layer.rows[0]
+        packed = layer.mode == "packed" and runs_compiled(self.impl, row.table.device, layer.dtype, row.raw)
+        return "numba" if packed else "torch"
 
     @property
     def compressed(self) -> list[int]:

@@ -14,8 +14,8 @@ import kvlab.kernels.prompt
 from kvlab.codecs import Affine, Codec, Fp8, Raw
 from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.kernels.attend import attend_reference
-from kvlab.policies import AttentionMass, Budget, Fraction, Scorer, Tokens, Unlimited
-from kvlab.row import Row
+from kvlab.policies import AttentionMass, Budget, Fraction, KeyNorm, Scorer, Threshold, Tokens, Unlimited
+from kvlab.row import Row, settle
 
 SCALE = 0.2
 
@@ -23,25 +23,34 @@ SCALE = 0.2
 def feed(row: Row, sequence: Sequence, parts: list[int]) -> None:
     for q, k, v in sequence.forwards(parts):
         row.commit(k, v, row.attend(q, k, v, SCALE)[1])
+        if row.config.scope == "model":
+            settle([row])
 
 
 def check_attend(row: Row, q: Any, k: Any, v: Any, **more: Any) -> None:
     """The row's attention of new tokens equals the definition's over everything it holds, decoded."""
-    held_k, held_v = row.dense(k.dtype, k.shape[-1], v.shape[-1]) if row.seen else (k[:, :0], v[:, :0])
-    n_held, n_new = held_k.shape[1], k.shape[1]
-    mask = torch.ones(n_new, n_held + n_new, dtype=torch.bool).tril(n_held)
-    expected = attend_reference(q, torch.cat([held_k, k], 1), torch.cat([held_v, v], 1), SCALE, mask, **more)
+    expected, group = [], q.shape[0] // k.shape[0]
+    for n, part in enumerate(row.split(k.shape[0])):  # heads may hold different counts
+        k_n, v_n, mine = k[n : n + 1], v[n : n + 1], slice(n * group, (n + 1) * group)
+        held = part.dense(k.dtype, k.shape[-1], v.shape[-1]) if row.seen else (k_n[:, :0], v_n[:, :0])
+        n_held, n_new = held[0].shape[1], k.shape[1]
+        mask = torch.ones(n_new, n_held + n_new, dtype=torch.bool).tril(n_held)
+        keys, values = (torch.cat([x, new], 1) for x, new in zip(held, (k_n, v_n), strict=True))
+        own = {name: x[mine] if name == "sink_logits" and x is not None else x for name, x in more.items()}
+        expected.append(attend_reference(q[mine], keys, values, SCALE, mask, **own))
     out, _ = row.attend(q, k, v, SCALE, **more)
     tolerance = 1e-10 if k.dtype == torch.float64 else 2e-5
     assert bool(torch.isfinite(out).all())
-    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(out, torch.cat(expected), rtol=0, atol=tolerance)
 
 
 def check_sizes(row: Row, config: KVConfig, shape: LayerShape, dtype: torch.dtype, prefill: int, decoded: int) -> None:
     """Counts and bytes are the predicted ones, and after `fit` nothing more is owned."""
     rule, model = config.at(0), ModelShape((shape,), dtype)
-    held = rule.occupancy(prefill, decoded)
-    assert set(row.occupancy) == {held}
+    held = rule.occupancy(prefill, decoded, shape.kv_heads)
+    assert {(o.sinks, o.window) for o in row.occupancy} == {(held.sinks, held.window)}
+    counts = [o.stored for o in row.occupancy]
+    assert sum(counts) == held.stored if rule.ragged else set(counts) == {held.stored}
     assert row.nbytes == rule.nbytes(shape, config.raw(dtype), held) == config.predicted_bytes(model, prefill, decoded)
     pool = row.table.pool
     assert row.nbytes <= sum(x.untyped_storage().nbytes() for x in [*pool.storages(), *row.storages()])
@@ -66,7 +75,14 @@ def test_every_codec_is_attended_and_counted_exactly(codec: Codec) -> None:
         assert held.stored >= 32
 
 
-SETTINGS = [(s, b) for s, b in itertools.product(ALL_SCORERS, ALL_BUDGETS) if b.evicts or s is ALL_SCORERS[0]]
+# Every scorer with one budget of each scope, and every budget with a scorer that tracks and one that reads keys.
+SETTINGS = list(
+    dict.fromkeys(
+        [(s, b) for s in ALL_SCORERS for b in (Fraction(0.5), Fraction(0.5, scope="layer"), Threshold(0.4))]
+        + [(s, b) for s in (AttentionMass(), KeyNorm()) for b in ALL_BUDGETS if b.evicts]
+        + [(AttentionMass(), Unlimited())]
+    )
+)
 
 
 @pytest.mark.parametrize(("scorer", "budget"), SETTINGS, ids=name_of)
@@ -77,8 +93,8 @@ def test_every_scorer_and_budget_is_attended_and_counted_exactly(scorer: Scorer,
         feed(row, sequence, [40, *[1] * 26])
         check_sizes(row, config, LayerShape(2, 16, 16), torch.float64, 40, 26)
         check_attend(row, *(x[:, 66:] for x in (sequence.q, sequence.k, sequence.v)))
-        positions = row.positions()
-        assert bool((positions.diff(dim=1) > 0).all())
+        for kept, count in zip(row.positions(), row.table.counts, strict=True):
+            assert bool((kept[:count].diff() > 0).all())
 
 
 @settings(max_examples=60)

@@ -18,12 +18,15 @@ def test_the_registry_names_classes_by_their_kind() -> None:
 def test_every_scorer_gives_one_finite_score_per_token(scorer: Scorer, tokens: int, seed: int) -> None:
     mass = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed))
     before = mass.clone()
-    score = scorer.score(Candidates(torch.arange(tokens).expand(2, -1), mass))
+    keys, values = (torch.randn(2, tokens, 8, generator=torch.Generator().manual_seed(seed + i)) for i in (1, 2))
+    score = scorer.score(Candidates(torch.arange(tokens).expand(2, -1), mass, keys, values))
     assert score.shape == (2, tokens)
     assert bool(torch.isfinite(score).all())
     assert torch.equal(mass, before)
     # Heads are judged apart.
-    torch.testing.assert_close(scorer.score(Candidates(torch.arange(tokens).expand(1, -1), mass[1:])), score[1:])
+    torch.testing.assert_close(
+        scorer.score(Candidates(torch.arange(tokens).expand(1, -1), mass[1:], keys[1:], values[1:])), score[1:]
+    )
 
 
 @pytest.mark.parametrize("scorer", [s for s in ALL_SCORERS if s.stateful], ids=name_of)
