@@ -211,7 +211,8 @@ class Attachment:
             raise RuntimeError("detached: attach the model again to make caches for it")
         config = config or self.config
         text = self.model.config.get_text_config(decoder=True)
-        return KVCache(config, text, self.mode, self.centres(config.centring))
+        rotaries = self.rotaries if config.budget.evicts and config.scorer.reads_queries else None
+        return KVCache(config, text, self.mode, self.centres(config.centring), rotaries)
 
     @functools.cached_property
     def rotaries(self) -> Rotaries:

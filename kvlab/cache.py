@@ -18,6 +18,7 @@ from kvlab.centre import Centre
 from kvlab.config import KVConfig, LayerConfig, LayerShape, Occupancy
 from kvlab.kernels import threads
 from kvlab.kernels.dispatch import Impl
+from kvlab.kernels.rope import Rotary
 from kvlab.kernels.rowwise import runs_compiled
 from kvlab.policies import Dense
 from kvlab.row import Row, settle
@@ -123,7 +124,7 @@ def attend_rows(
         if k_b.shape[1] == 0:
             out.append(q_b.new_zeros(*q.shape[1:3], v.shape[-1]))
             continue
-        if row.centre is not None:
+        if row.centre is not None or row.rotary is not None:
             _check_positions(row, call.positions, b, real, k_b.shape[1])
         with threads.for_size((row.kept + k_b.shape[1]) * k.shape[1] * k.shape[3], k.device):
             served, mass = row.attend(q_b, k_b, v_b, call.scale, call.softcap, call.sink_logits, not read_only, impl)
@@ -140,7 +141,8 @@ def _check_positions(row: Row, positions: Tensor | None, b: int, real: slice | T
     if positions is None or positions.ndim != 2:
         said = "no" if positions is None else f"{positions.ndim}-D"
         raise SeamError(
-            f"centred keys need 2-D position_ids at attention, the model passes {said} ones: leave keys uncentred"
+            f"rows that turn by position need 2-D position_ids at attention, the model passes {said} ones: leave keys "
+            "uncentred, and take another scorer than expected attention"
         )
     got = positions[b if positions.shape[0] > 1 else 0][real]
     if not torch.equal(got, torch.arange(row.seen, row.seen + count, device=got.device)):
@@ -164,8 +166,10 @@ class KVLayer(CacheLayerMixin):
         mode: Mode = "packed",
         pools: "dict[PoolKey, PagePool] | None" = None,
         centre: Centre | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
+        self.rotary = rotary
         self.config, self.raw_dtype, self.mode, self.centre = config, raw_dtype, mode, centre
         self._pools = {} if pools is None else pools
         self.rows: list[Row] = []
@@ -191,7 +195,7 @@ class KVLayer(CacheLayerMixin):
             streams = self.config.streams(self.shape, raw)
             self._pools[key] = PagePool(streams, self.config.page_tokens, key_states.device)
         self.pool = self._pools[key]
-        self.rows = [Row(self.config, self.pool, heads, raw, self.centre) for _ in range(rows)]
+        self.rows = [Row(self.config, self.pool, heads, raw, self.centre, self.rotary) for _ in range(rows)]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -300,7 +304,8 @@ PoolKey = tuple[LayerConfig, LayerShape, torch.dtype, torch.device]
 class KVCache(Cache):
     """One KVLayer for every full-attention layer; sliding and other layers keep transformers' own class.
 
-    Layers that store pages of one kind share one pool. `centres` has an entry for each layer of the model.
+    Layers that store pages of one kind share one pool. `centres` and `rotaries` have an entry for each
+    layer of the model, where a config needs them.
     """
 
     def __init__(
@@ -309,13 +314,15 @@ class KVCache(Cache):
         model_config: PreTrainedConfig,
         mode: Mode = "packed",
         centres: Sequence[Centre | None] | None = None,
+        rotaries: Sequence[Rotary | None] | None = None,
         impl: Impl = "auto",
     ) -> None:
         own = None if config.raw_dtype == "auto" else config.raw(torch.float32)
         self._pools: dict[PoolKey, PagePool] = {}
         layers: list[Any] = list(DynamicCache(config=model_config).layers)
         for i, rule in config.layers(i for i, layer in enumerate(layers) if type(layer) is DynamicLayer).items():
-            layers[i] = KVLayer(rule, own, mode, self._pools, None if centres is None else centres[i])
+            centre, rotary = (None if x is None else x[i] for x in (centres, rotaries))
+            layers[i] = KVLayer(rule, own, mode, self._pools, centre, rotary)  # type: ignore[arg-type]
         super().__init__(layers=layers)
         self.config, self.impl = config, impl
         own_layers = [layer for layer in layers if isinstance(layer, KVLayer)]

@@ -34,7 +34,7 @@ from kvlab.attach import UnsupportedModelError, attach, attention, cache_kwarg, 
 from kvlab.cache import Handle, SeamError
 from kvlab.codecs import Affine
 from kvlab.config import KVConfig, LayerShape
-from kvlab.policies import AttentionMass, Fraction, Tokens
+from kvlab.policies import AttentionMass, Fraction, Tokens, TopK
 
 EXACT = 1e-9
 PAGES = KVConfig(sink_tokens=2, recent_tokens=4, page_tokens=4)
@@ -117,6 +117,10 @@ def test_models_that_cannot_be_packed_are_served_decoded_and_say_why(build, reas
     assert cache.nbytes < 0.9 * sum(layer.shape.kv_heads * 2 * 33 * 4 * layer.shape.key_dim for layer in cache.layers)
     with pytest.raises(UnsupportedModelError, match="no eviction in dense mode"):
         attach(model, HALF, plan=plan)
+    with pytest.raises(UnsupportedModelError, match="no sparse reading in dense mode"):
+        attach(model, KVConfig(reader=TopK()), plan=plan)
+    with attach(model, plan=plan) as kv, pytest.raises(SeamError, match="dense mode reads every token"):
+        feed(model, kv.cache(KVConfig(reader=TopK(dense_layers=0))), ids[:1], (24,))
 
 
 class _OwnCache(LlamaForCausalLM):

@@ -10,13 +10,13 @@ import torch
 from reference import feed
 from tiny import tiny_model, token_ids
 from torch import Tensor
-from variants import ALL_BUDGETS, ALL_CODECS, ALL_SCORERS, fits
+from variants import ALL_BUDGETS, ALL_CODECS, ALL_SCORERS, fits, readers_of
 
 from kvlab.attach import attach, make_plan
 from kvlab.cache import KVCache, KVLayer
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig
-from kvlab.policies import AttentionMass, Fraction, Recency, Tokens, WindowAttention
+from kvlab.policies import AttentionMass, Dense, Fraction, Recency, Tokens, WindowAttention
 from kvlab.snapshot import Snapshot, SnapshotStore, take
 
 PROMPT = 93  # sinks, a window, whole pages and a part of one
@@ -31,7 +31,9 @@ RULES = list(itertools.product(ALL_SCORERS, ALL_BUDGETS))
 def _rich(n: int) -> KVConfig:
     """Config n of a series that holds every codec, and every scorer with every budget."""
     (key, value), (scorer, budget) = PAIRS[n % len(PAIRS)], RULES[n % len(RULES)]
-    return KVConfig(key=key, value=value, scorer=scorer, budget=budget, **SIZES)
+    readers = readers_of(key, value)
+    reader = readers[n // 2 % len(readers)] if n % 2 else Dense()
+    return KVConfig(key=key, value=value, scorer=scorer, budget=budget, reader=reader, **SIZES)
 
 
 SERIES = [_rich(n) for n in range(max(len(PAIRS), len(RULES)))]

@@ -15,7 +15,7 @@ from kvlab.bench.tiny import tiny_model, token_ids
 from kvlab.cache import KVCache
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig, ModelShape
-from kvlab.policies import AttentionMass, Fraction, Recency, Threshold, Tokens, WindowAttention
+from kvlab.policies import AttentionMass, Fraction, LastSelected, Recency, Threshold, Tokens, TopK, WindowAttention
 
 SCHEMA = "kvlab.bench.bytes/1"
 PROMPTS = (1, 33, 257)
@@ -61,6 +61,17 @@ CONFIGS: tuple[KVConfig, ...] = (
         overrides=((1, _CHANNEL16, _CHANNEL16),),
         recent_tokens=24,
         raw_dtype="float16",
+    ),
+    KVConfig(key=_INT4, value=_INT4, reader=TopK(dense_layers=1), raw_dtype="float16"),
+    KVConfig(key=_CHANNEL16, value=_INT4, reader=TopK(0.5, bound="codec", dense_layers=0), recent_tokens=16),
+    KVConfig(key=_INT8, reader=TopK(count=3, chunk=4, bound="mean", dense_layers=0, select_every=4), recent_tokens=8),
+    KVConfig(
+        key=_INT8,
+        value=_INT4,
+        reader=TopK(count=3, dense_layers=0),
+        scorer=LastSelected(),
+        budget=Tokens(96),
+        recent_tokens=16,
     ),
 )
 # Sliding layers beside the compressed one: they keep their window, and count.

@@ -48,6 +48,7 @@ class Session:
     subject: LocalSubject
     space: Space
     sanity: dict[str, Any]
+    centring: dict[str, Any] | None = None  # what a measured mean of keys depends on, where keys can be centred
 
     @property
     def raw(self) -> KVConfig:
@@ -88,7 +89,7 @@ def open_session(request: Request) -> Session:
     space = Space(probe.shape, workload, request.budget_bytes, raw_dtype, _centrings(probe))
     store = SnapshotStore(snapshot_identity(loaded), memory_bytes=2 << 30, disk_bytes=4 << 30)
     subject = LocalSubject(loaded, scorers=space.scorers(), store=store, plan=probe.plan)
-    return Session(request, loaded, subject, space, sanity)
+    return Session(request, loaded, subject, space, sanity, facts(loaded) if "mean" in space.centrings else None)
 
 
 def _centrings(subject: LocalSubject) -> tuple[Centring, ...]:
@@ -164,7 +165,7 @@ def start(session: Session, root: Path) -> Run:
         "dtype": session.loaded.dtype,
         "attention": session.subject.plan.mode,
         "threads": threads,
-        "centring": facts(session.loaded) if "mean" in session.space.centrings else None,
+        "centring": session.centring,
         "seeds": {"items": session.request.seed, "sampler": session.request.seed},
         "device": session.loaded.device,
         "sanity": session.sanity,

@@ -66,7 +66,7 @@ def test_at_least_twenty_composed_configs_hold_what_is_predicted() -> None:
 def test_configs_of_the_bytes_bench_cover_what_there_is() -> None:
     """Every codec kind, axis, bit width, scorer and budget, so that a new one is measured or the bench says so."""
     from kvlab.codecs import CODECS
-    from kvlab.policies import BUDGETS, SCORERS
+    from kvlab.policies import BUDGETS, READERS, SCORERS
 
     codecs = [c for config in held.CONFIGS for c in (config.key, config.value)]
     assert {c.kind for c in codecs} == set(CODECS)
@@ -74,6 +74,7 @@ def test_configs_of_the_bytes_bench_cover_what_there_is() -> None:
     assert {c.axis for c in codecs if c.kind == "affine"} == {"token", "channel"}
     assert {config.scorer.kind for config in held.CONFIGS} == set(SCORERS)
     assert {config.budget.kind for config in held.CONFIGS} == set(BUDGETS)
+    assert {config.reader.kind for config in held.CONFIGS} == set(READERS)
 
 
 def test_a_group_of_32_costs_40_bytes_per_token_and_head() -> None:
