@@ -1,4 +1,5 @@
-"""`python -m kvlab.bench identity|bytes|kernels [--json]`: one JSON document or a table on stdout, progress on stderr.
+"""`python -m kvlab.bench identity|bytes|decode|kernels [--json]`: one JSON document or a table on stdout, progress on
+stderr.
 
 Exit codes: 0 when everything holds, 1 when something does not, 2 for bad usage or a model that cannot be used.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvlab.bench", description="Checks of the engine, as figures.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{identity,bytes,kernels}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{identity,bytes,decode,kernels}")
     identity = commands.add_parser("identity", help="a raw, unlimited cache equals the model's own")
     identity.add_argument("--model", default="smollm2-135m", help="alias, hub id, folder or .gguf file")
     identity.add_argument("--tokens", type=_positive, default=64, help="greedy tokens per row")
@@ -23,7 +24,9 @@ def _parser() -> argparse.ArgumentParser:
     held = commands.add_parser("bytes", help="predicted, held and allocated bytes of composed configs")
     kernels = commands.add_parser("kernels", help="Triton kernels: compiled ahead of time, or checked and timed")
     _add_kernels(kernels)
-    for command in (identity, held, kernels):
+    decode = commands.add_parser("decode", help="milliseconds per token and bytes, beside transformers' own caches")
+    _add_decode(decode)
+    for command in (identity, held, decode, kernels):
         command.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     return parser
 
@@ -43,6 +46,21 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="with --device: try launch options instead of the table")
     parser.add_argument("--seed", type=int, help="with --device: of the random data; drawn anew if left out")
     parser.set_defaults(error=parser.error)
+
+
+def _add_decode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="alias, hub id, folder or .gguf file")
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument("--context", type=_positive, help="tokens in the cache when timing starts (4096)")
+    lengths.add_argument("--contexts", type=_contexts, help="several, such as 512,1024,2048,4096,8192")
+    parser.add_argument("--turns", type=_positive, default=5, help="turns of every cache; the median counts (5)")
+    parser.add_argument("--only", type=_pattern, default="", help="regular expression over names")
+    parser.add_argument("--threads", type=_positive, help="torch's threads; its own choice if left out")
+    parser.add_argument("--out", type=Path, help="folder for decode.json and the figure, decode.png and decode.svg")
+
+
+def _contexts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_positive(part) for part in text.split(",")}))
 
 
 def _targets(text: str) -> tuple[str, ...]:
@@ -85,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "kernels":
         return _kernels(options)
+    if options.command == "decode":
+        return _decode(options)
     # Here, so that --help needs neither torch nor transformers.
     import torch
 
@@ -135,6 +155,39 @@ def _kernels(options: argparse.Namespace) -> int:
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
     # The table is wanted even beside JSON: it is what one reads at the end of a log.
     print(table, file=sys.stderr if options.json else sys.stdout)
+    return 0 if document["ok"] else 1
+
+
+def _decode(options: argparse.Namespace) -> int:
+    import torch
+
+    from kvlab.attach import UnsupportedModelError
+    from kvlab.bench import decode
+    from kvlab.evals.bundled import sentences
+    from kvlab.models import ModelError, load
+
+    names = [name for name in decode.NAMES if re.search(options.only, name)]
+    if not names:
+        print(f"error: --only {options.only!r} matches none of {list(decode.NAMES)}", file=sys.stderr)
+        return 2
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+        loaded = load(options.model)
+        ids = loaded.tokenizer("\n".join(sentences())).input_ids
+        contexts = options.contexts or (options.context or decode.TARGET_CONTEXT,)
+        document = decode.run(_say, loaded.model, ids, contexts, options.turns, names) | {"model": loaded.name}
+        if options.out:
+            decode.write(document, options.out)
+    except (ModelError, UnsupportedModelError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    table = decode.table(document)
+    print(json.dumps(document, indent=1, allow_nan=False) if options.json else table, flush=True)
+    if options.json:
+        print(table, file=sys.stderr)
     return 0 if document["ok"] else 1
 
 
