@@ -116,7 +116,11 @@ class LayerConfig:
 
     @property
     def tracks_mass(self) -> bool:
-        return self.budget.evicts and self.scorer.stateful
+        return self.budget.evicts and self.scorer.stateful and not self.scorer.reads_queries
+
+    @property
+    def tracks_queries(self) -> bool:
+        return self.budget.evicts and self.scorer.reads_queries
 
     def flush_tokens(self, window: int, new_tokens: int) -> int:
         """How many of `window` raw tokens leave it after a forward of `new_tokens`.
@@ -192,7 +196,8 @@ class LayerConfig:
         per_raw = (shape.key_dim + shape.value_dim) * raw.itemsize
         mass = held.window * torch.float32.itemsize if self.tracks_mass else 0
         pages = -(-held.stored // self.page_tokens) * (1 if self.ragged else heads)
-        return pages * page + heads * ((held.sinks + held.window) * per_raw + mass)
+        sums = (shape.key_dim + 1) * shape.key_dim * torch.float32.itemsize if self.tracks_queries and held.kept else 0
+        return pages * page + heads * ((held.sinks + held.window) * per_raw + mass + sums)
 
     def read_bytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy, layers: int = 1) -> int:
         """Bytes one decode step reads of what `nbytes` counts: raw tokens, chosen chunks, summaries, tracked mass.

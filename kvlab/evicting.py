@@ -14,7 +14,7 @@ from kvlab.centre import Centre
 from kvlab.codecs.base import to_raw
 from kvlab.config import LayerConfig
 from kvlab.policies import Candidates
-from kvlab.policies.base import taken
+from kvlab.policies.base import Expected, taken
 from kvlab.reading import pages
 from kvlab.selecting import summarise
 from kvlab.store import PageTable
@@ -38,11 +38,13 @@ def flush(
     raw: torch.dtype,
     centre: Centre | None = None,
     group: int | None = None,
+    expected: Expected | None = None,
 ) -> None:
     """Evict among stored and leaving tokens, then encode those that stay.
 
     `protected` counts the sinks and recent tokens beside them, `seen` every token of the sequence so far. `group` heads
-    in a row share a budget, where budgets are shared at all: by default all heads of the table.
+    in a row share a budget, where budgets are shared at all: by default all heads of the table. `expected` are the
+    queries to come, for a scorer that asks for them.
     """
     group = (group or len(table.counts)) if config.ragged else 1
     stored, new = sum(table.counts[:group]), leaving.keys.shape[1]
@@ -50,7 +52,7 @@ def flush(
     stands = min(table.counts)  # up to this slot, tokens stay where they are
     lengths = None
     if kept < stored + group * new:
-        old, fresh = _scored(config, table, leaving, centre)
+        old, fresh = _scored(config, table, leaving, centre, expected)
         count = kept if old is not None else kept - stored
         secures = config.secures(stored, protected)
         choose = choose_pages if config.block_tokens > 1 else choose_tokens
@@ -78,7 +80,7 @@ def encoded(config: LayerConfig, tokens: Leaving, raw: torch.dtype, centre: Cent
 
 
 def _scored(
-    config: LayerConfig, table: PageTable, leaving: Leaving, centre: Centre | None
+    config: LayerConfig, table: PageTable, leaving: Leaving, centre: Centre | None, expected: Expected | None
 ) -> tuple[Float[Tensor, "N S"] | None, Float[Tensor, "N T"]]:
     """Scores of stored tokens, if those may go too, and of leaving ones; -inf in slots that hold none."""
     scorer = config.scorer
@@ -87,6 +89,7 @@ def _scored(
         leaving.mass,
         leaving.keys if scorer.reads_keys else None,
         leaving.values if scorer.reads_values else None,
+        expected=expected,
     )
     stored = table.length
     if not stored or not config.budget.revisits:

@@ -15,7 +15,11 @@ from kvlab.evicting import Leaving, flush
 from kvlab.kernels import attend as kernel
 from kvlab.kernels.dispatch import Impl
 from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
+from kvlab.kernels.rope import Rotary
 from kvlab.kernels.rowwise import runs_compiled
+from kvlab.policies import ExpectedAttention
+from kvlab.policies.base import Expected
+from kvlab.policies.expected_attention import query_sums
 from kvlab.reading import Reading, pages
 from kvlab.selecting import Choice, Remembered, all_read, choose
 from kvlab.stepping import Pinned, Single, attend_single
@@ -26,11 +30,23 @@ class Row:
     """Token order, and so causality, is the order tokens arrived in: sinks, then pages by position, then the window."""
 
     def __init__(
-        self, config: LayerConfig, pool: PagePool, kv_heads: int, raw: torch.dtype, centre: Centre | None = None
+        self,
+        config: LayerConfig,
+        pool: PagePool,
+        kv_heads: int,
+        raw: torch.dtype,
+        centre: Centre | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         if (centre is None) != (config.centring == "none"):
             raise ValueError(f"centring {config.centring!r} takes {'a' if centre is None else 'no'} centre of the keys")
+        if config.tracks_queries and rotary is None:
+            raise ValueError(
+                f"scorer {config.scorer.label} looks at queries before RoPE: the row needs a rotary embedding"
+            )
         self.config, self.centre = config, centre
+        self.rotary = rotary if config.tracks_queries else None
+        self._queries: Tensor | None = None  # sums of all queries so far, where they are tracked
         self.group: int | None = None  # how many heads share a budget, if any do: all, but in a joined row
         self.raw = raw
         self.table = PageTable(pool, kv_heads)
@@ -65,11 +81,13 @@ class Row:
         raw = [*(self.sinks or ()), *self.window()]
         mass = [self._mass[:, : self.n_window]] if self._mass is not None else []
         pages = sum(len(head) for head in self.table.pages)
-        return pages * self.table.pool.page_bytes + sum(x.numel() * x.element_size() for x in [*raw, *mass])
+        sums = [self._queries] if self._queries is not None else []
+        return pages * self.table.pool.page_bytes + sum(x.numel() * x.element_size() for x in [*raw, *mass, *sums])
 
     def storages(self) -> list[Tensor]:
         """Every tensor of this row that owns memory; pages belong to the pool."""
-        return [*(self.sinks or ()), *(self._window or ()), *([] if self._mass is None else [self._mass])]
+        single = [x for x in (self._mass, self._queries) if x is not None]
+        return [*(self.sinks or ()), *(self._window or ()), *single]
 
     def fit(self) -> None:
         """Shrink the preallocated window to what it holds."""
@@ -81,12 +99,13 @@ class Row:
 
     def copy(self) -> "Row":
         """The same sequence, sharing no storage but the pool's growth."""
-        twin = Row(self.config, self.table.pool, len(self.table.pages), self.raw, self.centre)
+        twin = Row(self.config, self.table.pool, len(self.table.pages), self.raw, self.centre, self.rotary)
         twin.table = self.table.copy()
         twin.seen, twin.n_window, twin._remembered = self.seen, self.n_window, self._remembered
         twin.sinks = self.sinks and (self.sinks[0].clone(), self.sinks[1].clone())
         twin._window = self._window and (self._window[0].clone(), self._window[1].clone())
         twin._mass = None if self._mass is None else self._mass.clone()
+        twin._queries = None if self._queries is None else self._queries.clone()
         return twin
 
     def split(self, parts: int) -> list["Row"]:
@@ -95,12 +114,14 @@ class Row:
         rows = []
         for start in range(0, len(self.table.pages), per_part):
             heads = slice(start, start + per_part)
-            row = Row(self.config, self.table.pool, per_part, self.raw, self.centre and self.centre.heads(heads))
+            centre = self.centre and self.centre.heads(heads)
+            row = Row(self.config, self.table.pool, per_part, self.raw, centre, self.rotary)
             row.table = self.table.heads(heads)
             row.seen, row.n_window = self.seen, self.n_window
             row.sinks = self.sinks and (self.sinks[0][heads], self.sinks[1][heads])
             row._window = self._window and (self._window[0][heads], self._window[1][heads])
             row._mass = None if self._mass is None else self._mass[heads]
+            row._queries = None if self._queries is None else self._queries[heads]
             rows.append(row)
         return rows
 
@@ -166,13 +187,17 @@ class Row:
         weights = scorer.query_weights(n_queries).to(q.device) if tracked and not scorer.reads_selection else None
         if self.seen == 0:
             out = attend_prompt(q, k, v, scale, softcap, sink_logits)
+            if observe and self.rotary is not None:
+                return out, query_sums(q, 0, scale, self.rotary, k.shape[0])
             if tracked and weights is None:
                 return out, all_read(*k.shape[:2], n_queries - 1, k.device)
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
         choice = choose(self.config, self.table, q, self.seen, self._remembered, self._key_term())
         if observe:
             self._choice = choice
-        if n_queries == 1 and runs_compiled(impl, q.device, q.dtype, self.raw):
+        # Compiled code has no gradient: where one is wanted, torch attends.
+        lone = n_queries == 1 and not (q.requires_grad or k.requires_grad or v.requires_grad)
+        if lone and runs_compiled(impl, q.device, q.dtype, self.raw):
             raw = [(*self.sinks, self.n_sinks)] if self.sinks else []
             raw += [(*self._window, self.n_window)] if self._window else []
             raw.append((k, v, 1))
@@ -181,6 +206,8 @@ class Row:
             served, mass = attend_single(single, stored, raw, weights)
         else:
             served, mass = self._attend_blocks(q, k, v, scale, softcap, sink_logits, choice, weights)
+        if observe and self.rotary is not None:
+            mass = query_sums(q, self.seen, scale, self.rotary, k.shape[0])
         if tracked and weights is None:
             columns = self.table.length + self.n_sinks + self.n_window + n_queries
             mass = all_read(k.shape[0], columns, self.seen + n_queries - 1, k.device)
@@ -224,6 +251,8 @@ class Row:
             return
         # What is stored is a constant: a cache must not keep the graph of every forward alive.
         k, v, mass = k.detach(), v.detach(), None if mass is None else mass.detach()
+        if self.rotary is not None:
+            self._fold_queries(mass)
         new_mass = self._fold_mass(mass, n_new)
         self.seen += n_new
         self._remembered, self._choice = None if self._choice is None else self._choice.last, None
@@ -263,6 +292,17 @@ class Row:
             window.copy_(fold(window, mass[:, at : at + self.n_window], n_new))
         return mass[:, mass.shape[1] - n_new :].float()
 
+    def _fold_queries(self, sums: Tensor | None) -> None:
+        if sums is None:
+            raise ValueError("this config tracks queries: commit needs what attend or a snapshot observed")
+        self._queries = sums.clone() if self._queries is None else self._queries + sums
+
+    def expected(self) -> Expected | None:
+        """The queries to come, where a scorer asks for them."""
+        if self._queries is None or self.rotary is None or not isinstance(self.config.scorer, ExpectedAttention):
+            return None
+        return self.config.scorer.expect(self._queries, self.seen, self.rotary)
+
     def _window_mass(self) -> Tensor:
         return torch.empty(0) if self._mass is None else self._mass[:, : self.n_window]
 
@@ -293,7 +333,8 @@ class Row:
         first = self.seen - self.n_window - new
         positions = torch.arange(first, first + new, device=k.device).expand(k.shape[0], -1)
         leaving, protected = Leaving(k, v, positions, mass), self.n_sinks + self.n_window
-        flush(self.config, self.table, leaving, protected, self.seen, self.raw, self.centre, self.group)
+        more = self.centre, self.group, self.expected()
+        flush(self.config, self.table, leaving, protected, self.seen, self.raw, *more)
 
     def _cut_window(self, count: int) -> None:
         """Let go of the first `count` tokens of the window; a prompt's room goes with them."""
@@ -328,7 +369,10 @@ def settle(rows: Sequence[Row]) -> None:
     positions = torch.arange(start, start + flushed, device=k.device).expand(k.shape[0], -1)
     leaving, protected = Leaving(k, v, positions, mass), first.n_sinks + first.n_window
     table = PageTable.joined([row.table for row in rows])
-    flush(first.config, table, leaving, protected, first.seen, first.raw, joined([row.centre for row in rows]))
+    known = [x for row in rows if (x := row.expected()) is not None]
+    expected = Expected(*(torch.cat(parts) for parts in zip(*known, strict=True))) if known else None
+    centre = joined([row.centre for row in rows])
+    flush(first.config, table, leaving, protected, first.seen, first.raw, centre, None, expected)
     for row, part in zip(rows, table.dealt([len(row.table.pages) for row in rows]), strict=True):
         row.table = part
 

@@ -28,7 +28,9 @@ from kvlab.cache import AttentionCall, Handle, KVCache, KVLayer
 from kvlab.centre import joined
 from kvlab.config import KVConfig, LayerConfig, LayerShape
 from kvlab.kernels.prompt import attend_prompt, prompt_mass
+from kvlab.kernels.rope import Rotary
 from kvlab.policies import Scorer
+from kvlab.policies.expected_attention import query_sums
 from kvlab.row import Row, settle
 from kvlab.selecting import all_read
 
@@ -75,7 +77,7 @@ class Snapshot:
             layer.lazy_initialization(k[None], v[None])  # type: ignore[union-attr]
             if isinstance(layer, KVLayer):
                 apart = i if layer.config.key.per_head or layer.config.value.per_head else None
-                turned_by = None if layer.centre is None else id(layer.centre.rotary)
+                turned_by = None if layer.centre is None else id(layer.centre.rotary), id(layer.rotary)
                 alike.setdefault((layer.config, layer.shape, (apart, turned_by)), []).append(i)
             else:
                 layer.keys, layer.values = k[None].clone(), v[None].clone()  # type: ignore[union-attr]
@@ -88,8 +90,9 @@ class Snapshot:
         """Store layers of one kind at once, as the heads of one long row, then deal the heads out again."""
         first = layers[0].rows[0]
         centre = joined([layer.centre for layer in layers])
-        row = Row(config, first.table.pool, shape.kv_heads * len(layers), first.raw, centre)
-        mass = _joined([self.masses[config.scorer][i] for i in indices]) if config.tracks_mass else None
+        row = Row(config, first.table.pool, shape.kv_heads * len(layers), first.raw, centre, layers[0].rotary)
+        observed = config.tracks_mass or config.tracks_queries
+        mass = _joined([self.masses[config.scorer][i] for i in indices]) if observed else None
         row.group = shape.kv_heads
         row.commit(_joined([self.keys[i] for i in indices]), _joined([self.values[i] for i in indices]), mass)
         if config.scope == "model":
@@ -119,8 +122,9 @@ class _RecordingLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, lengths: Sequence[int], scorers: Sequence[Scorer]) -> None:
+    def __init__(self, lengths: Sequence[int], scorers: Sequence[Scorer], rotary: Rotary | None) -> None:
         super().__init__()
+        self.rotary = rotary
         self.lengths, self.scorers = lengths, [s for s in scorers if s.stateful]
         self.kept: list[tuple[Tensor, Tensor, list[Tensor]]] = []
         self.is_initialized = True
@@ -142,14 +146,21 @@ class _RecordingLayer(CacheLayerMixin):
         out = torch.stack([attend_prompt(q[b], k[b], v[b], scale, softcap, sink_logits) for b in range(q.shape[0])])
         for b, length in enumerate(self.lengths):
             q_b, k_b = q[b][:, :length], k[b][:, :length]
-            masses = [
-                all_read(k.shape[1], length, length - 1, k.device)
-                if s.reads_selection
-                else prompt_mass(q_b, k_b, scale, s.query_weights(length).to(q.device), softcap, sink_logits)
-                for s in self.scorers
-            ]
+            masses = [self._observed(s, q_b, k_b, scale, softcap, sink_logits) for s in self.scorers]
             self.kept.append((k_b, v[b][:, :length], masses))
         return out
+
+    def _observed(
+        self, scorer: Scorer, q: Tensor, k: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
+    ) -> Tensor:
+        """What a row under `scorer` would have observed of this prompt."""
+        heads, length, _ = k.shape
+        if scorer.reads_queries:
+            assert self.rotary is not None, "take gives one to every layer when a scorer reads queries"
+            return query_sums(q, 0, scale, self.rotary, heads)
+        if scorer.reads_selection:
+            return all_read(heads, length, length - 1, k.device)
+        return prompt_mass(q, k, scale, scorer.query_weights(length).to(q.device), softcap, sink_logits)
 
     def get_seq_length(self) -> int:
         return 0
@@ -175,7 +186,11 @@ def take(
     scorers = list(dict.fromkeys(s for s in scorers if s.stateful))
     lengths = [len(p) for p in prompts]
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    layers = [_RecordingLayer(lengths, scorers) if type(x) is DynamicLayer else x for x in layers]
+    rotaries = attachment.rotaries if any(s.reads_queries for s in scorers) else [None] * len(layers)
+    layers = [
+        _RecordingLayer(lengths, scorers, rotary) if type(x) is DynamicLayer else x
+        for x, rotary in zip(layers, rotaries, strict=True)
+    ]
     if len(prompts) > 1 and any(not isinstance(x, _RecordingLayer) for x in layers):
         return [s for p in prompts for s in take(model, attachment, [p], scorers)]
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)

@@ -3,6 +3,7 @@
 from kvlab.policies.attention_mass import AttentionMass
 from kvlab.policies.base import Budget, Candidates, Evicting, Scorer
 from kvlab.policies.budgets import Fraction, Threshold, Tokens, Unlimited
+from kvlab.policies.expected_attention import ExpectedAttention
 from kvlab.policies.key_diff import KeyDiff
 from kvlab.policies.key_norm import KeyNorm
 from kvlab.policies.last_selected import LastSelected
@@ -16,6 +17,7 @@ SCORERS: dict[str, type[Scorer]] = {
     "window_attention": WindowAttention,
     "key_norm": KeyNorm,
     "key_diff": KeyDiff,
+    "expected_attention": ExpectedAttention,
     "last_selected": LastSelected,
 }
 BUDGETS: dict[str, type[Budget]] = {
@@ -35,6 +37,7 @@ __all__ = [
     "Candidates",
     "Dense",
     "Evicting",
+    "ExpectedAttention",
     "Fraction",
     "KeyDiff",
     "KeyNorm",

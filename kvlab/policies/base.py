@@ -14,6 +14,13 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
+class Expected(NamedTuple):
+    """Mean [N, D] and covariance [N, D, D] of queries yet to come, as attention will see them, scaled."""
+
+    mean: Float[Tensor, "N D"]
+    covariance: Float[Tensor, "N D D"]
+
+
 class Candidates(NamedTuple):
     """Tokens of each head that may be evicted, in ascending position order; sinks and recent tokens are not among them.
 
@@ -26,6 +33,7 @@ class Candidates(NamedTuple):
     keys: Float[Tensor, "N T D"] | None = None
     values: Float[Tensor, "N T E"] | None = None
     counts: Int[Tensor, " N"] | None = None
+    expected: Expected | None = None
 
     @property
     def real(self) -> Bool[Tensor, "N T"] | None:
@@ -47,13 +55,13 @@ class Candidates(NamedTuple):
             for a, b in zip(self[:4], later[:4], strict=True)
         ]
         if self.counts is None:
-            return Candidates(*parts)  # type: ignore[arg-type]
+            return Candidates(*parts, expected=later.expected)  # type: ignore[arg-type]
         stored, new = self.positions.shape[1], later.positions.shape[1]
         slot = torch.arange(stored + new, device=self.counts.device).expand(len(self.counts), -1)
         held = self.counts.unsqueeze(1)
         at = torch.where(slot < held, slot, slot - held + stored).clamp_max(stored + new - 1)
         moved = [None if x is None else taken(x, at) for x in parts]
-        return Candidates(*moved, counts=self.counts + new)  # type: ignore[arg-type]
+        return Candidates(*moved, counts=self.counts + new, expected=later.expected)  # type: ignore[arg-type]
 
 
 def taken(x: Shaped[Tensor, "N T ..."], index: Int[Tensor, "N K"]) -> Shaped[Tensor, "N K ..."]:
@@ -71,6 +79,9 @@ class Scorer(ABC):
     stateful: ClassVar[bool]
     query_agnostic: ClassVar[bool]
     reads_keys: ClassVar[bool] = False
+    reads_queries: ClassVar[bool] = (
+        False  # what it observes is not attention but sums of queries, of a head, not a token
+    )
     reads_selection: ClassVar[bool] = False  # its mass is the last position whose query read the token, not attention
 
     @property
