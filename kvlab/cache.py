@@ -324,7 +324,8 @@ class KVCache(Cache):
             centre, rotary = (None if x is None else x[i] for x in (centres, rotaries))
             layers[i] = KVLayer(rule, own, mode, self._pools, centre, rotary)  # type: ignore[arg-type]
         super().__init__(layers=layers)
-        self.config, self.impl = config, impl
+        self.config = config
+        self.impl: Impl = impl
         own_layers = [layer for layer in layers if isinstance(layer, KVLayer)]
         for layer in own_layers:
             layer.impl = impl
