@@ -93,9 +93,9 @@ def _summary_kernel(
     OFFSET: tl.constexpr, ZERO: tl.constexpr, DYNAMIC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: low and high of its keys, or with MEAN their average, into `low`."""
-    pair = tl.program_id(0)
+    pair = tl.program_id(1)
     begin, count = tl.load(start + pair).to(tl.int32), tl.load(counts + pair).to(tl.int32)
-    first = begin // CHUNK * CHUNK + tl.program_id(1) * CHUNK
+    first = begin // CHUNK * CHUNK + tl.program_id(0) * CHUNK
     if (first >= count) | (begin >= count):
         return
     page = tl.load(index + pair.to(tl.int64) * M + first // P).to(tl.int64)
@@ -221,7 +221,7 @@ def summarise_triton(
     extra = streams[names[0]] if added is None else added.expand(B, N, -1, -1)
     strides = (0, 0, 0, 0) if added is None else extra.stride()
     # A chunk more: the first token may stand anywhere in one.
-    _summary_kernel[B * N, triton.cdiv(tokens, chunk) + 1](
+    _summary_kernel[triton.cdiv(tokens, chunk) + 1, B * N](
         body, scale, zero, extra, streams[names[0]], streams[names[-1]], index.contiguous(), start.contiguous(),
         counts.contiguous(), *strides, N, M, int(len(fmt.exponents) > 1), ADDED=added is not None,
         **constants, **_options(2 * constants["ROWS"] * constants["WIDTH"]),

@@ -1,5 +1,6 @@
 """Selection without a sort: the k-th largest score is built bit by bit from its top, 32 counts of a row that stays in
-registers, whatever k is. Top-p finds its k the same way, with weights in place of counts. Nothing is read back.
+registers, whatever k is. Top-p finds its k the same way, with weights in place of counts; where p falls within rounding
+of a sum it may take one chunk more or less than the sort does. Nothing is read back.
 """
 
 # The compiler takes any tensor or number where these annotations say constexpr.
