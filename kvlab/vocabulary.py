@@ -205,8 +205,8 @@ def read(source: str | Path, shape: ModelShape | None = None, context: int | Non
     server = _table(tables, "server", SERVER_KEYS)
     if "kv_config" in tables and ({"dtype", "eviction_threshold", "sparse_top_k"} & cache.keys()):
         raise ValueError(
-            "[kv_config] and [kv_cache] both say how to store and read: keep dtype, eviction_threshold and sparse_top_k "
-            "in one"
+            "[kv_config] and [kv_cache] both say how to store and read: keep dtype, eviction_threshold and "
+            "sparse_top_k in one"
         )
     native = KVConfig.from_dict(tables["kv_config"]) if "kv_config" in tables else None
     settings = Settings(

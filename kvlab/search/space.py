@@ -72,7 +72,7 @@ class Space:
     def _centring(self, trial: optuna.trial.BaseTrial, key: Codec) -> Centring:
         """Asked where a token's channels share a scale in few bits: there one loud channel drowns the others."""
         loud = isinstance(key, Affine) and key.bits < 8 and key.axis == "token"
-        return trial.suggest_categorical("k.centring", self.centrings) if loud else "none"
+        return trial.suggest_categorical("k.centring", self.centrings) if loud else "none"  # type: ignore[return-value]
 
     def _sparse(self, base: KVConfig, read: float) -> KVConfig:
         """`base` reading a share of its chunks, in eighths; everything from 1 on."""
@@ -86,7 +86,8 @@ class Space:
     def _shared(self, trial: optuna.trial.BaseTrial) -> Fraction:
         """Who shares a budget. With positions alone for a score, all heads would keep the same."""
         scope = trial.suggest_categorical("scope", self.scopes)
-        return Fraction(scope=scope, slope=0.0 if scope == "model" else trial.suggest_categorical("slope", SLOPES))
+        slope = 0.0 if scope == "model" else trial.suggest_categorical("slope", SLOPES)
+        return Fraction(scope=scope, slope=slope)  # type: ignore[arg-type]
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
