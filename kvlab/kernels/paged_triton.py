@@ -51,15 +51,16 @@ def target_of(device: torch.device) -> Target:
     return Target("hip" if torch.version.hip else "cuda", processors)
 
 
-# Tile, warps and stages by the bits of the wider stream: a tile of keys and values is multiplied out in registers, so
-# wide tiles cost occupancy, and each stage holds one tile's bytes in shared memory.
+# Tile, warps and stages by the bits of the wider stream. A tile of keys and values is multiplied out in registers, so
+# wide tiles cost occupancy. The compiler shares the stages between page ids and what lies behind them: 3, 5 and 7 keep
+# one, two and three tiles in flight, and even numbers no more than the odd one below.
 _BY_BITS: dict[int, LaunchOptions] = {
-    2: LaunchOptions(128, 4, 4),
-    3: LaunchOptions(128, 4, 3),
-    4: LaunchOptions(128, 4, 3),
-    8: LaunchOptions(64, 4, 4),
+    2: LaunchOptions(128, 4, 5),
+    3: LaunchOptions(64, 4, 5),
+    4: LaunchOptions(64, 4, 5),
+    8: LaunchOptions(64, 4, 5),
     16: LaunchOptions(64, 4, 3),
-    32: LaunchOptions(32, 4, 2),
+    32: LaunchOptions(32, 4, 3),
 }
 # Programs per multiprocessor that a launch aims for, and the fewest tiles worth a split.
 _PROGRAMS_EACH = 6
@@ -68,15 +69,23 @@ _FRESH_TILE = 32
 _PARTS_AT_ONCE = 8  # of `merge`
 
 
-def launch_options(key: Format, value: Format, head_dim: int, raw: torch.dtype, target: Target) -> LaunchOptions:
+def launch_options(
+    key: Format, value: Format, head_dim: int, raw: torch.dtype, target: Target, centred: bool = False
+) -> LaunchOptions:
     """The defaults for these formats on this target."""
     bits = max(f.bits if f.kind != "raw" else 8 * raw.itemsize for f in (key, value))
     options = _BY_BITS[bits]
-    if head_dim > 128:
-        options = options._replace(tile=max(32, options.tile // 2))
+    if head_dim > 128 or centred:  # centring reads a float32 row of the trig table for each token
+        options = options._replace(tile=max(32, options.tile // 2), stages=3)
     if target.backend == "hip":
         options = options._replace(tile=min(64, options.tile), stages=2)
     return options
+
+
+def candidates() -> list[LaunchOptions]:
+    """What is worth timing where the defaults are to be replaced."""
+    shapes = [(32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)]
+    return [LaunchOptions(tile, warps, stages) for tile, warps in shapes for stages in (3, 5, 7)]
 
 
 def splits_for(pairs: int, tokens: int, tile: int, target: Target) -> int:
@@ -134,7 +143,6 @@ def _constants(
     return {
         **{f"K_{name}": x for name, x in k.items()},
         **{f"V_{name}": x for name, x in v.items()},
-        "K_ARRANGED": k["KIND"] != "raw" and k["BITS"] != 3,
         "N": n_heads,
         "G": group,
         "GP": max(target.narrowest, _power(group)),
@@ -179,13 +187,19 @@ def _words(held: Mapping[str, Tensor], fmt: Format) -> tuple[Tensor, Tensor | No
     return codes, scale, held.get("zero") if fmt.mode == "asymmetric" else None
 
 
+def _rotation(dim: int) -> tuple[int, int, float]:
+    """Block, its butterfly steps and its root."""
+    block = block_of(dim)
+    return block, block.bit_length() - 1, math.sqrt(block)
+
+
 def _rotated(q: Tensor, fmt: Format) -> Tensor:
     """q as the stored keys are: turned where they are."""
     if not fmt.hadamard:
         return q
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dim = q.shape[-1]
-    kernels.rotate[(q.shape[0] * q.shape[1],)](q, out, dim, _power(dim), block_of(dim), num_warps=1)
+    kernels.rotate_rows[(q.shape[0] * q.shape[1],)](q, out, dim, _power(dim), *_rotation(dim), num_warps=1)
     return out
 
 
@@ -221,7 +235,7 @@ def launch(
     n_heads, high, window = pages.index.shape[1], raw.v.shape[3], raw.k.shape[2]
     group, pairs = heads // n_heads, rows * n_heads
     target = target_of(q.device)
-    options = options or launch_options(key, value, dim, raw.k.dtype, target)
+    options = options or launch_options(key, value, dim, raw.k.dtype, target, centring is not None)
     chunk = chosen.tokens if chosen is not None else 0
     reach = chosen.chunks.shape[2] * chunk if chosen is not None else pages.index.shape[2] * pages.page_tokens
     splits = options.splits or splits_for(pairs, reach, options.tile, target)
@@ -252,7 +266,7 @@ def launch(
     kernels.merge[(rows * heads,)](
         held.acc, held.ml, sink_logits, _factors(value, n_heads, q.device), out, lse, splits,
         n_heads, group, high, constants["EP"], _power(splits + 1), min(_PARTS_AT_ONCE, _power(splits)),
-        block_of(high) if value.hadamard else 0, num_warps=_merge_warps(high),
+        *(_rotation(high) if value.hadamard else (0, 0, 1.0)), num_warps=_merge_warps(high),
     )  # fmt: skip
     if not mass:
         return Decoded(out, lse, None)
@@ -305,7 +319,7 @@ class _Compiled(NamedTuple):
 
 def _split_variant(name: str, case: _Compiled, target: Target) -> AotVariant:
     raw = torch.bfloat16
-    options = launch_options(case.key, case.value, case.dim, raw, target)
+    options = launch_options(case.key, case.value, case.dim, raw, target, "drift" in case.extras)
     dims = (8, case.group, case.dim, case.dim)
     constants = _constants(case.key, case.value, dims, raw, case.page, case.chunk, options, target)
     types = _types(constants, "bf16", case.extras)
@@ -357,14 +371,18 @@ def _small_variants(target: Target) -> list[AotVariant]:
     types = sizes | dict.fromkeys(("acc", "ml", "lse", "tops", "v_factor"), "*fp32") | {"stash": "*fp16"}
     types |= dict.fromkeys(("counts", "raw_counts", "selected"), "*i32") | {"out": "*bf16", "sinks": "*bf16"}
     found, two = [], {"num_warps": 2, "num_stages": 1}
-    for dim, block in ((128, 0), (128, 128), (80, 16), (256, 256)):
-        fixed = {"N": 8, "G": 4, "E": dim, "EP": _power(dim), "PARTS": 32, "AT_ONCE": _PARTS_AT_ONCE, "BLOCK": block}
-        fixed |= {"sinks": None, "v_factor": None} if block else {}
+    for dim, turned in ((128, False), (128, True), (80, True), (256, True)):
+        fixed = {"N": 8, "G": 4, "E": dim, "EP": _power(dim), "PARTS": 32, "AT_ONCE": _PARTS_AT_ONCE}
+        fixed |= dict(zip(("BLOCK", "STEPS", "ROOT"), _rotation(dim) if turned else (0, 0, 1.0), strict=True))
+        fixed |= {"sinks": None, "v_factor": None} if turned else {}
         launched = {"num_warps": _merge_warps(dim), "num_stages": 1}
-        found.append(variant_of(kernels.merge, f"D{dim} rot{block}", types, fixed, launched))
+        found.append(variant_of(kernels.merge, f"D{dim}{' rot' if turned else ''}", types, fixed, launched))
     fixed = {"N": 8, "G": 4, "GP": target.narrowest, "PAGE": 16, "CHUNK": 16, "TILE": 128, "FRESH_TILE": 32}
     found.append(variant_of(kernels.masses, "sparse", types | {"out": "*fp32"}, fixed, two))
     for dim in (80, 128):
-        fixed = {"WIDTH": dim, "SIZE": _power(dim), "BLOCK": block_of(dim)}
-        found.append(variant_of(kernels.rotate, f"D{dim}", {"x": "*bf16", "out": "*fp32"}, fixed, {"num_warps": 1}))
+        fixed = {"WIDTH": dim, "SIZE": _power(dim)}
+        fixed |= dict(zip(("BLOCK", "STEPS", "ROOT"), _rotation(dim), strict=True))
+        found.append(
+            variant_of(kernels.rotate_rows, f"D{dim}", {"x": "*bf16", "out": "*fp32"}, fixed, {"num_warps": 1})
+        )
     return found

@@ -12,7 +12,8 @@ halves the softmax of a small GQA group. Knows tensors and constants only: `page
 import triton
 import triton.language as tl
 
-from kvlab.kernels.tiles_triton import arranged, channels, locate, tile
+from kvlab.kernels.rotate_triton import rotate
+from kvlab.kernels.tiles_triton import channels, locate, tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Probabilities are kept as multiples of 2**-8: fp16 then reaches 256 times further down before they vanish.
@@ -20,34 +21,15 @@ SHIFT = tl.constexpr(8.0)
 
 
 @triton.jit
-def _hadamard(x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Orthonormal Walsh-Hadamard of each BLOCK of x [SIZE], as two smaller ones: H_ab = H_a (x) H_b."""
-    B: tl.constexpr = 1 if BLOCK < 4 else (2 if BLOCK < 16 else (4 if BLOCK < 64 else (8 if BLOCK < 256 else 16)))
-    A: tl.constexpr = BLOCK // B
-    x = tl.sum(tl.reshape(x, (SIZE // B, 1, B)) * _signs(B)[None, :, :], 2)
-    x = tl.reshape(tl.permute(tl.reshape(x, (SIZE // BLOCK, A, B)), (0, 2, 1)), (SIZE // A, 1, A))
-    x = tl.sum(x * _signs(A)[None, :, :], 2)
-    x = tl.permute(tl.reshape(x, (SIZE // BLOCK, B, A)), (0, 2, 1))
-    return tl.reshape(x, (SIZE,)) / tl.sqrt(tl.full((), BLOCK, tl.float32))
-
-
-@triton.jit
-def _signs(SIZE: tl.constexpr):
-    """Sylvester's matrix of 1 and -1: entry (i, j) is -1 to the number of ones in i & j."""
-    both = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
-    both = both ^ (both >> 4)
-    both = both ^ (both >> 2)
-    both = both ^ (both >> 1)
-    return 1.0 - 2.0 * (both & 1).to(tl.float32)
-
-
-@triton.jit
-def rotate(x, out, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def rotate_rows(
+    x, out, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, ROOT: tl.constexpr
+):
     """out[i] = H x[i] in float32, one row of WIDTH to a program."""
     row = tl.program_id(0)
     at = tl.arange(0, SIZE)
     values = tl.load(x + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + at, _hadamard(values, SIZE, BLOCK), mask=at < WIDTH)
+    values = rotate(tl.reshape(values, (SIZE // BLOCK, BLOCK)), SIZE // BLOCK, BLOCK, STEPS, ROOT)
+    tl.store(out + row * WIDTH + at, tl.reshape(values, (SIZE,)), mask=at < WIDTH)
 
 
 @triton.jit
@@ -103,7 +85,7 @@ def _stored(
     acc_out, stash, tops, softcap, first, chunks_wide, begin, end,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr,
     K_ROW: tl.constexpr, K_WIDTH: tl.constexpr, K_PLANES: tl.constexpr, K_UNIT: tl.constexpr, K_COLS: tl.constexpr,
-    K_DTYPE: tl.constexpr, K_ARRANGED: tl.constexpr,
+    K_DTYPE: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_CHANNEL: tl.constexpr,
     V_ROW: tl.constexpr, V_WIDTH: tl.constexpr, V_PLANES: tl.constexpr, V_UNIT: tl.constexpr, V_COLS: tl.constexpr,
     V_DTYPE: tl.constexpr,
@@ -112,7 +94,7 @@ def _stored(
 ):  # fmt: skip
     """Tiles begin..end of one head's stored tokens. Pointers are this head's own; writes acc, returns m and total."""
     offsets, heads, wide = tl.arange(0, TILE), tl.arange(0, GP), tl.arange(0, DP)
-    channel, there = channels(K_WIDTH, K_PLANES, D, K_ARRANGED)
+    channel, there = channels(K_WIDTH, K_PLANES, D)
     query, back = _queries(q, channel, there, D, G, GP, K_DTYPE)
     factor = back * factor
     if drift is not None:
@@ -141,8 +123,6 @@ def _stored(
             V_KIND, V_BITS, V_MODE, V_GROUP, V_CHANNEL, E, V_ROW, V_WIDTH, V_PLANES, V_UNIT, V_COLS, PAGE, TILE,
             V_DTYPE, PTX,
         )  # fmt: skip
-        if K_ARRANGED:
-            keys = arranged(keys, TILE, K_WIDTH, K_PLANES)
         s = tl.dot(keys, query, input_precision="ieee") * factor[None, :]
         if drift is not None:
             at = first + slot
@@ -154,7 +134,7 @@ def _stored(
         p, m, total, acc = _step(_base2(s, valid, softcap), values, m, total, acc)
         if stash is not None:
             _keep(stash, tops, i, p, m, offsets, G, GP, TILE)
-    channel, there = channels(V_WIDTH, V_PLANES, E, False)
+    channel, there = channels(V_WIDTH, V_PLANES, E)
     tl.store(acc_out + heads[None, :] * E + channel[:, None], acc, mask=there[:, None] & (heads < G)[None, :])
     return m, total
 
@@ -197,7 +177,7 @@ def split(
     stride_kb, stride_kn, stride_kr, stride_vb, stride_vn, stride_vr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr,
     K_ROW: tl.constexpr, K_WIDTH: tl.constexpr, K_PLANES: tl.constexpr, K_UNIT: tl.constexpr, K_COLS: tl.constexpr,
-    K_DTYPE: tl.constexpr, K_ARRANGED: tl.constexpr,
+    K_DTYPE: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_CHANNEL: tl.constexpr,
     V_ROW: tl.constexpr, V_WIDTH: tl.constexpr, V_PLANES: tl.constexpr, V_UNIT: tl.constexpr, V_COLS: tl.constexpr,
     V_DTYPE: tl.constexpr,
@@ -235,7 +215,7 @@ def split(
             q_pages + pair * G * D, index + pair * pages_wide, count, selected, position, drift, trig,
             k, k_scale, k_zero, factor, v, v_scale, v_zero, acc_out, stash, tops, softcap, first, chunks_wide,
             part * tiles // splits, (part + 1) * tiles // splits,
-            K_KIND, K_BITS, K_MODE, K_GROUP, K_CHANNEL, K_ROW, K_WIDTH, K_PLANES, K_UNIT, K_COLS, K_DTYPE, K_ARRANGED,
+            K_KIND, K_BITS, K_MODE, K_GROUP, K_CHANNEL, K_ROW, K_WIDTH, K_PLANES, K_UNIT, K_COLS, K_DTYPE,
             V_KIND, V_BITS, V_MODE, V_GROUP, V_CHANNEL, V_ROW, V_WIDTH, V_PLANES, V_UNIT, V_COLS, V_DTYPE,
             G, GP, D, DP, E, PAGE, CHUNK, TILE, DRIFT_PRECISION, PTX,
         )  # fmt: skip
@@ -259,7 +239,7 @@ def split(
 def merge(
     acc, ml, sinks, v_factor, out, lse, splits,
     N: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, ROOT: tl.constexpr,
 ):  # fmt: skip
     """Program (row * H + query head): all parts by their log-sum-exp. The pages' share is turned back where BLOCK > 0,
     and scaled where fp8 has a scale per head.
@@ -289,7 +269,7 @@ def merge(
         )  # fmt: skip
         pages += tl.sum(share * weight[:, None], 0)
     if BLOCK > 0:
-        pages = _hadamard(pages, EP, BLOCK)
+        pages = tl.reshape(rotate(tl.reshape(pages, (EP // BLOCK, BLOCK)), EP // BLOCK, BLOCK, STEPS, ROOT), (EP,))
     if v_factor is not None:
         pages *= tl.load(v_factor + pair % N)
     weight = tl.exp2(tl.load(ml + splits * 2 * G) - safe)

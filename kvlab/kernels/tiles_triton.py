@@ -113,20 +113,10 @@ def _between(a, b, c, d, TILE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def arranged(x, TILE: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):
-    """The order in which a thread's share of a tensor-core operand is contiguous in memory; see `channels`."""
-    x = tl.reshape(x, (TILE, PLANES, 4, WIDTH // 16, 2, 2))
-    return tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5)), (TILE, PLANES * WIDTH))
-
-
-@triton.jit
-def channels(WIDTH: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr, ARRANGED: tl.constexpr):
+def channels(WIDTH: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr):
     """Channel of each column of a tile, and whether there is such a channel."""
     n = tl.arange(0, PLANES * WIDTH)
-    within = n % WIDTH
-    if ARRANGED:
-        within = within // 2 % 4 * (WIDTH // 4) + within // 16 * 4 + within // 8 % 2 * 2 + within % 2
-    return n // WIDTH * (DIM // PLANES) + within, within < DIM // PLANES
+    return n // WIDTH * (DIM // PLANES) + n % WIDTH, n % WIDTH < DIM // PLANES
 
 
 @triton.jit
