@@ -20,6 +20,7 @@ from kvlab.kernels import threads
 from kvlab.kernels.dispatch import Impl
 from kvlab.kernels.rope import Rotary
 from kvlab.kernels.rowwise import runs_compiled
+from kvlab.launching import Launch, attend_together, launches, together
 from kvlab.policies import Dense
 from kvlab.row import Row, settle
 from kvlab.store import PagePool
@@ -113,10 +114,19 @@ def _versions(k: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def attend_rows(
-    rows: Sequence[Row], call: AttentionCall, read_only: bool = False, impl: Impl = "auto"
+    rows: Sequence[Row],
+    call: AttentionCall,
+    read_only: bool = False,
+    impl: Impl = "auto",
+    launch: Launch | None = None,
 ) -> Float[Tensor, "B H Q E"]:
-    """Each row over its own store. Padding never enters a row; its outputs are zeros."""
+    """Each row over its own store. Padding never enters a row; its outputs are zeros.
+
+    A step of rows that can go together is one launch on a GPU, for which `launch` remembers where their pages are.
+    """
     q, k, v, valid = call.q, call.k, call.v, call.valid
+    if valid is None and together(rows, q, impl):
+        return _launched(rows, call, read_only, impl, launch or Launch())
     out = []
     for b, row in enumerate(rows):
         real = slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
@@ -134,6 +144,21 @@ def attend_rows(
             served = served.new_zeros(*q.shape[1:3], v.shape[-1]).index_copy(1, real, served)
         out.append(served)
     return out[0].unsqueeze(0) if len(out) == 1 else torch.stack(out)
+
+
+def _launched(
+    rows: Sequence[Row], call: AttentionCall, read_only: bool, impl: Impl, launch: Launch
+) -> Float[Tensor, "B H 1 E"]:
+    for b, row in enumerate(rows):
+        if row.centre is not None or row.rotary is not None:
+            _check_positions(row, call.positions, b, slice(None), 1)
+    out, masses = attend_together(
+        launch, rows, call.q, call.k, call.v, call.scale, call.softcap, call.sink_logits, not read_only, impl
+    )
+    if not read_only:
+        for b, (row, mass) in enumerate(zip(rows, masses, strict=True)):
+            row.commit(call.k[b], call.v[b], mass)
+    return out
 
 
 def _check_positions(row: Row, positions: Tensor | None, b: int, real: slice | Tensor, count: int) -> None:
@@ -176,6 +201,7 @@ class KVLayer(CacheLayerMixin):
         self.pool: PagePool | None = None
         self.seen = 0
         self.impl: Impl = "auto"  # how single tokens are attended, see `Row.attend`
+        self._launch = Launch()
         self._pending: Handle | None = None
         # Set on the last of the layers that share one budget: those before it. Not the cache, which would be a cycle.
         self.others: list[KVLayer] | None = None
@@ -228,7 +254,7 @@ class KVLayer(CacheLayerMixin):
         return tuple(torch.cat([torch.stack([h[i] for h in held]), x], dim=2) for i, x in enumerate((k, v)))  # type: ignore[return-value]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        out = attend_rows(self.rows, call, impl=self.impl)
+        out = attend_rows(self.rows, call, impl=self.impl, launch=self._launch)
         self._pending = None
         if self.others is not None:
             self.settle()
@@ -336,13 +362,16 @@ class KVCache(Cache):
 
     @property
     def implementation(self) -> str:
-        """What attends single tokens, for the record: "numba" or "torch"; "none" before the first token."""
+        """What attends single tokens, for the record: "triton", "numba" or "torch"; "none" before the first token."""
         layer = next((x for x in self.layers if isinstance(x, KVLayer) and x.rows), None)
         if layer is None or layer.pool is None:
             return "none"
         row = layer.rows[0]
-        packed = layer.mode == "packed" and runs_compiled(self.impl, row.table.device, layer.dtype, row.raw)
-        return "numba" if packed else "torch"
+        if layer.mode == "dense":
+            return "torch"
+        if launches(self.impl, row.table.device, layer.dtype):
+            return "triton"
+        return "numba" if runs_compiled(self.impl, row.table.device, layer.dtype, row.raw) else "torch"
 
     @property
     def compressed(self) -> list[int]:

@@ -41,9 +41,7 @@ class Row:
         if (centre is None) != (config.centring == "none"):
             raise ValueError(f"centring {config.centring!r} takes {'a' if centre is None else 'no'} centre of the keys")
         if config.tracks_queries and rotary is None:
-            raise ValueError(
-                f"scorer {config.scorer.label} looks at queries before RoPE: the row needs a rotary embedding"
-            )
+            raise ValueError(f"scorer {config.scorer.kind!r} looks at queries before RoPE and needs a rotary embedding")
         self.config, self.centre = config, centre
         self.rotary = rotary if config.tracks_queries else None
         self._queries: Tensor | None = None  # sums of all queries so far, where they are tracked
@@ -192,9 +190,7 @@ class Row:
             if tracked and weights is None:
                 return out, all_read(*k.shape[:2], n_queries - 1, k.device)
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
-        choice = choose(self.config, self.table, q, self.seen, self._remembered, self._key_term())
-        if observe:
-            self._choice = choice
+        choice = self.select(q, observe)
         # Compiled code has no gradient: where one is wanted, torch attends.
         lone = n_queries == 1 and not (q.requires_grad or k.requires_grad or v.requires_grad)
         if lone and runs_compiled(impl, q.device, q.dtype, self.raw):
@@ -209,11 +205,23 @@ class Row:
         if observe and self.rotary is not None:
             mass = query_sums(q, self.seen, scale, self.rotary, k.shape[0])
         if tracked and weights is None:
-            columns = self.table.length + self.n_sinks + self.n_window + n_queries
-            mass = all_read(k.shape[0], columns, self.seen + n_queries - 1, k.device)
-            if choice is not None:
-                mass[:, : self.table.length] = choice.last_read(self.seen, self.table.length)
+            mass = self.selected_mass(choice, n_queries)
         return served, mass
+
+    def select(self, q: Float[Tensor, "H Q D"], observe: bool = True) -> Choice | None:
+        """The chunks of pages that new queries read; None where that is everything. `commit` remembers what is observed."""
+        choice = choose(self.config, self.table, q, self.seen, self._remembered, self._key_term())
+        if observe:
+            self._choice = choice
+        return choice
+
+    def selected_mass(self, choice: Choice | None, n_queries: int) -> Float[Tensor, "N T"]:
+        """When each token was last read, counting the new queries, for scorers that go by selection."""
+        columns = self.table.length + self.n_sinks + self.n_window + n_queries
+        mass = all_read(len(self.table.pages), columns, self.seen + n_queries - 1, self.table.device)
+        if choice is not None:
+            mass[:, : self.table.length] = choice.last_read(self.seen, self.table.length)
+        return mass
 
     def _attend_blocks(
         self,

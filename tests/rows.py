@@ -15,11 +15,19 @@ from kvlab.store import PagePool
 CPU = torch.device("cpu")
 
 
-def make_row(config: KVConfig, heads: int, head_dim: int, dtype: torch.dtype = torch.float64, layer: int = 0) -> Row:
-    """An empty row of `layer` on a pool of its own."""
+def make_row(
+    config: KVConfig,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float64,
+    layer: int = 0,
+    pool: PagePool | None = None,
+) -> Row:
+    """An empty row of `layer`, on a pool of its own if none is given."""
     rule, raw = config.at(layer), config.raw(dtype)
-    pool = PagePool(rule.streams(LayerShape(heads, head_dim, head_dim), raw), rule.page_tokens, CPU)
-    return Row(rule, pool, heads, raw, None if config.centring == "none" else make_centre(heads, head_dim))
+    pool = pool or PagePool(rule.streams(LayerShape(heads, head_dim, head_dim), raw), rule.page_tokens, CPU)
+    centre = make_centre(heads, head_dim)
+    return Row(rule, pool, heads, raw, None if config.centring == "none" else centre, centre.rotary)
 
 
 def make_centre(heads: int, head_dim: int) -> Centre:

@@ -27,6 +27,7 @@ FLOORS: dict[str, float] = {
     "evicting": 2.65,
     "stepping": 2.65,
     "row": 2.7,
+    "launching": 2.8,
     "cache": 3,
     "stacked": 3.2,
     "centring": 3.5,
