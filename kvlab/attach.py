@@ -211,8 +211,7 @@ class Attachment:
             raise RuntimeError("detached: attach the model again to make caches for it")
         config = config or self.config
         text = self.model.config.get_text_config(decoder=True)
-        rotaries = self.rotaries if config.budget.evicts and config.scorer.reads_queries else None
-        return KVCache(config, text, self.mode, self.centres(config.centring), rotaries)
+        return KVCache(config, text, self.mode, self.centres(config.centring), self.turns(config))
 
     @functools.cached_property
     def rotaries(self) -> Rotaries:
@@ -221,6 +220,10 @@ class Attachment:
         Raises CentringError where that cannot be told.
         """
         return find_rotaries(self.model)
+
+    def turns(self, config: KVConfig) -> Rotaries | None:
+        """`rotaries`, where the config's scorer looks at queries before RoPE."""
+        return self.rotaries if config.budget.evicts and config.scorer.reads_queries else None
 
     def centres(self, centring: Centring) -> Centres | None:
         """What is taken out of the keys of each layer under such a config; None where nothing is.
@@ -304,6 +307,7 @@ def attach(
     attachment = Attachment(model, config, "dense" if plan.mode == "dense" else "packed", centres)
     try:
         attachment.centres(config.centring)
+        attachment.turns(config)
     except BaseException:
         attachment.detach()
         raise

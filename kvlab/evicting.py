@@ -91,15 +91,16 @@ def _scored(
         leaving.values if scorer.reads_values else None,
         expected=expected,
     )
-    stored = table.length
-    if not stored or not config.budget.revisits:
+    stored, revisits = table.length, config.budget.revisits
+    if not stored or not (revisits or scorer.relative):
         return None, scorer.score(new)
     held = _held(config, table, leaving, centre)
     scores = scorer.score(held.then(new))
     if held.counts is None or held.real is None:
-        return scores[:, :stored], scores[:, stored:]
+        return scores[:, :stored] if revisits else None, scores[:, stored:]
     behind = held.counts.unsqueeze(1) + torch.arange(new.positions.shape[1], device=scores.device)
-    return scores[:, :stored].masked_fill(~held.real, -torch.inf), scores.gather(1, behind)
+    old = scores[:, :stored].masked_fill(~held.real, -torch.inf)
+    return old if revisits else None, scores.gather(1, behind)
 
 
 def _held(config: LayerConfig, table: PageTable, like: Leaving, centre: Centre | None) -> Candidates:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rows import make_centre
 from torch import Tensor
 
 from kvlab.codecs import Codec
@@ -36,6 +37,7 @@ class Head:
     sinks: list[Token] = field(default_factory=list)
     pages: list[Token] = field(default_factory=list)
     window: list[Token] = field(default_factory=list)
+    queries: list[list[Tensor]] = field(default_factory=list)  # of every token, before RoPE
     selected: list[int] | None = None
     block: int = -1
 
@@ -70,6 +72,11 @@ class SlowRow:
             for token in new:
                 token.term = self.term(n, token.position) if self.term else 0.0
             votes = []
+            if self.config.scorer.reads_queries:
+                head.queries += [
+                    [turned(scale * q[h, t], -(self.seen + t)) for h in range(n * group, (n + 1) * group)]
+                    for t in range(n_new)
+                ]
             for t in range(n_new):
                 pages = self.selected(head, q[n * group : (n + 1) * group, t], self.seen + t)
                 visible = head.sinks + pages + head.window + new[: t + 1]
@@ -173,7 +180,7 @@ class SlowRow:
         revisits = config.budget.revisits
         if not revisits:
             limit -= sum(len(head.pages) for head in heads)
-        ranked = [self.ranked(head.pages if revisits else [], new) for head, new in zip(heads, leaving, strict=True)]
+        ranked = [self.ranked(head, new) for head, new in zip(heads, leaving, strict=True)]
         if config.scope != "head":
             units = 1 if config.block_tokens > 1 else size
             worth = [[mean(s for s, _ in r[i : i + units]) for i in range(0, len(r), units)] for r in ranked]
@@ -188,12 +195,14 @@ class SlowRow:
                 self.encode(entering[start : start + step])
             head.pages = [t for t in head.pages if not revisits or t.position in stay] + entering
 
-    def ranked(self, stored: list[Token], new: list[Token]) -> list[tuple[float, list[Token]]]:
+    def ranked(self, head: Head, new: list[Token]) -> list[tuple[float, list[Token]]]:
         """What may stay of a head as one, best first, with its score: tokens, or pages where those are encoded as one.
 
         Stored pages are what they are; new tokens make pages in the order of their scores.
         """
-        score = self.scores(stored + new)
+        stored = head.pages if self.config.budget.revisits else []
+        others = head.pages if self.config.scorer.relative else stored
+        score = self.scores(head, others + new)[len(others) - len(stored) :]
         single = [(s, [t]) for s, t in zip(score, stored + new, strict=True)]
         if self.config.block_tokens == 1:
             return falling(single)
@@ -250,15 +259,28 @@ class SlowRow:
         new_pages = (most - (stored if budget.kind == "threshold" else 0)) // page
         return most, max(int(Ratio(str(budget.floor)) * new_pages / n), int(needy))
 
-    def scores(self, tokens: list[Token]) -> list[float]:
+    def scores(self, head: Head, tokens: list[Token]) -> list[float]:
         scorer: Any = self.config.scorer
         if scorer.kind == "recency":
             return [float(t.position) for t in tokens]
         if scorer.kind == "key_norm":
             return [-float(t.k.norm()) for t in tokens]
         if scorer.kind == "key_diff":
-            middle = sum(t.k / t.k.norm() for t in tokens)
-            return [-float(t.k @ middle / t.k.norm() / middle.norm()) for t in tokens]  # type: ignore[union-attr]
+            ways = [t.k / max(t.k.norm(), 1e-12) for t in tokens]  # two bits may read back as nothing
+            middle = torch.stack(ways).sum(0)
+            return [-float(way @ middle / middle.norm()) for way in ways]
+        if scorer.kind == "expected_attention":
+            asked = torch.stack([q for token in head.queries for q in token]).double()
+            spread, dim = torch.cov(asked.T, correction=0), asked.shape[1]
+            ahead = [
+                torch.stack([turned(e, self.seen + j) for e in torch.eye(dim).double()], 1)
+                for j in range(scorer.horizon)
+            ]
+            turn = sum(ahead) / scorer.horizon
+            middle, spread = turn @ asked.mean(0), turn @ spread @ turn.T
+            logits = [float(t.k.double() @ middle + t.k.double() @ spread @ t.k.double() / 2) for t in tokens]
+            probs = softmax(logits, None)
+            return [p * float(t.v.norm()) if scorer.value_norm else p for p, t in zip(probs, tokens, strict=True)]
         mass = [t.mass for t in tokens]
         if scorer.kind == "last_selected":
             return mass
@@ -273,6 +295,16 @@ def outward(x: Tensor, towards: float) -> Tensor:
     near = x.numpy().astype(np.float16)
     inner = near.astype(np.float64) > x.numpy() if towards < 0 else near.astype(np.float64) < x.numpy()
     return torch.from_numpy(np.where(inner, np.nextafter(near, np.float16(towards)), near).astype(np.float64))
+
+
+def turned(x: Tensor, position: int) -> Tensor:
+    """R_p x, pair by pair, for the rotary embedding that rows are tested with."""
+    rotary, out = make_centre(1, len(x)).rotary, x.double().clone()
+    for j in range(rotary.pairs):
+        angle = float(torch.tensor(float(position)) * rotary.inv_freq[j])
+        number = complex(float(x[j]), float(x[j + rotary.pairs])) * complex(math.cos(angle), math.sin(angle))
+        out[j], out[j + rotary.pairs] = number.real, number.imag
+    return out
 
 
 def logit(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> float:

@@ -16,7 +16,17 @@ from kvlab.cache import KVCache, cache_kwarg
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig, LayerShape, ModelShape
 from kvlab.evicting import allot
-from kvlab.policies import AttentionMass, Fraction, KeyDiff, KeyNorm, Recency, Threshold, Tokens, WindowAttention
+from kvlab.policies import (
+    AttentionMass,
+    ExpectedAttention,
+    Fraction,
+    KeyDiff,
+    KeyNorm,
+    Recency,
+    Threshold,
+    Tokens,
+    WindowAttention,
+)
 from kvlab.row import settle
 from kvlab.snapshot import take
 from kvlab.stacked import StackedCache
@@ -109,8 +119,9 @@ BUDGETS = [
         (CHANNEL, WindowAttention(8, 3), "float16"),
         (INT4, KeyDiff(), "float16"),
         (Fp8(), Recency(), "bfloat16"),
+        (INT4, ExpectedAttention(), "auto"),
     ],
-    ids=["h2o", "snapkv", "keydiff", "window"],
+    ids=["h2o", "snapkv", "keydiff", "window", "expected"],
 )
 def test_caches_forks_and_stacks_agree_and_hold_the_predicted(budget: Any, key: Any, scorer: Any, raw: str) -> None:
     model, ids = tiny_model("llama_9_3", torch.float32), token_ids(1, 150)

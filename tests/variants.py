@@ -19,6 +19,7 @@ NUMBERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "affine": {"bits": (8, 4, 3, 2), "group": (16, 0)},
     "fp8": {"exponents": ((0,), (-2,))},
     "attention_mass": {"decay": (1.0, 0.9)},
+    "expected_attention": {"horizon": (4,)},
     "window_attention": {"window": (3, 32), "pool": (1, 5)},
     "tokens": {"tokens": (1, 20, 1000), "scope": ("head",)},
     "fraction": {"fraction": (0.1, 0.5, 1.0), "scope": ("head",)},

@@ -15,7 +15,19 @@ from kvlab.bench.tiny import tiny_model, token_ids
 from kvlab.cache import KVCache
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig, ModelShape
-from kvlab.policies import AttentionMass, Fraction, LastSelected, Recency, Threshold, Tokens, TopK, WindowAttention
+from kvlab.policies import (
+    AttentionMass,
+    ExpectedAttention,
+    Fraction,
+    KeyDiff,
+    KeyNorm,
+    LastSelected,
+    Recency,
+    Threshold,
+    Tokens,
+    TopK,
+    WindowAttention,
+)
 
 SCHEMA = "kvlab.bench.bytes/1"
 PROMPTS = (1, 33, 257)
@@ -73,6 +85,19 @@ CONFIGS: tuple[KVConfig, ...] = (
         budget=Tokens(96),
         recent_tokens=16,
     ),
+    KVConfig(key=_INT8, value=_INT4, scorer=KeyNorm(), budget=Fraction(0.4, scope="layer"), recent_tokens=16),
+    KVConfig(key=_CHANNEL16, value=_INT4, scorer=KeyDiff(), budget=Tokens(96, scope="model"), recent_tokens=16),
+    KVConfig(
+        key=_INT4,
+        value=_INT4,
+        scorer=AttentionMass(value_norm=True),
+        budget=Threshold(0.5, scope="model", floor=0.5),
+        recent_tokens=8,
+        raw_dtype="float16",
+    ),
+    KVConfig(key=_INT8, scorer=WindowAttention(), budget=Fraction(0.4, slope=0.5), recent_tokens=16),
+    KVConfig(key=_INT4, value=_INT4, scorer=ExpectedAttention(), budget=Fraction(0.3), recent_tokens=16),
+    KVConfig(scorer=Recency(), budget=Threshold(0.9, scope="layer"), recent_tokens=0, sink_tokens=0, page_tokens=4),
 )
 # Sliding layers beside the compressed one: they keep their window, and count.
 SLIDING_CONFIGS = (CONFIGS[0], CONFIGS[8], CONFIGS[17], CONFIGS[20])

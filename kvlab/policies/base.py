@@ -79,9 +79,8 @@ class Scorer(ABC):
     stateful: ClassVar[bool]
     query_agnostic: ClassVar[bool]
     reads_keys: ClassVar[bool] = False
-    reads_queries: ClassVar[bool] = (
-        False  # what it observes is not attention but sums of queries, of a head, not a token
-    )
+    reads_queries: ClassVar[bool] = False  # what it observes are sums of queries for each head, no attention
+    relative: ClassVar[bool] = False  # a score depends on the other tokens held, those that stay anyway included
     reads_selection: ClassVar[bool] = False  # its mass is the last position whose query read the token, not attention
 
     @property

@@ -26,6 +26,7 @@ class ExpectedAttention(Scorer):
     query_agnostic: ClassVar[bool] = False
     reads_keys: ClassVar[bool] = True
     reads_queries: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
     horizon: int = 512
     value_norm: bool = True
 

@@ -21,6 +21,7 @@ class KeyDiff(Scorer):
     stateful: ClassVar[bool] = False
     query_agnostic: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
 
     @property
     def label(self) -> str:

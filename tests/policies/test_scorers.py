@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from variants import ALL_SCORERS, name_of
 
 from kvlab.policies import SCORERS, AttentionMass, Candidates, Recency, Scorer, WindowAttention
+from kvlab.policies.base import Expected
 
 
 def test_the_registry_names_classes_by_their_kind() -> None:
@@ -19,14 +20,16 @@ def test_every_scorer_gives_one_finite_score_per_token(scorer: Scorer, tokens: i
     mass = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed))
     before = mass.clone()
     keys, values = (torch.randn(2, tokens, 8, generator=torch.Generator().manual_seed(seed + i)) for i in (1, 2))
-    score = scorer.score(Candidates(torch.arange(tokens).expand(2, -1), mass, keys, values))
+    expected = Expected(keys.mean(1), torch.eye(8).expand(2, -1, -1))
+    candidates = Candidates(torch.arange(tokens).expand(2, -1), mass, keys, values, expected=expected)
+    score = scorer.score(candidates)
     assert score.shape == (2, tokens)
     assert bool(torch.isfinite(score).all())
     assert torch.equal(mass, before)
     # Heads are judged apart.
-    torch.testing.assert_close(
-        scorer.score(Candidates(torch.arange(tokens).expand(1, -1), mass[1:], keys[1:], values[1:])), score[1:]
-    )
+    second = Candidates(torch.arange(tokens).expand(1, -1), mass[1:], keys[1:], values[1:])
+    alone = second._replace(expected=Expected(*(x[1:] for x in expected)))
+    torch.testing.assert_close(scorer.score(alone), score[1:])
 
 
 @pytest.mark.parametrize("scorer", [s for s in ALL_SCORERS if s.stateful], ids=name_of)
