@@ -86,8 +86,8 @@ def _pattern(text: str) -> str:
 
 def _minutes(text: str) -> float:
     value = float(text)
-    if not 0.5 <= value <= 600:
-        raise argparse.ArgumentTypeError(f"must lie between 0.5 and 600 minutes, got {value}")
+    if not 1 <= value <= 600:
+        raise argparse.ArgumentTypeError(f"must lie between 1 and 600 minutes, got {value}")
     return value
 
 

@@ -140,8 +140,8 @@ def test_a_real_run_in_the_interpreter(capsys, tmp_path) -> None:
         (["--aot", "--tune"], "belong to --device"),
         (["--aot", "--out", "x"], "belong to --device"),
         (["--device", "cpu", "--only", "("], "no regular expression"),
-        (["--device", "cpu", "--minutes", "0"], "between 0.5 and 600"),
-        (["--device", "cpu", "--minutes", "nan"], "between 0.5 and 600"),
+        (["--device", "cpu", "--minutes", "0"], "between 1 and 600"),
+        (["--device", "cpu", "--minutes", "nan"], "between 1 and 600"),
     ],
     ids=str,
 )
