@@ -94,3 +94,17 @@ def test_rows_that_cannot_go_together_go_alone() -> None:
     ours = [*rows_of(config, [40]), *rows_of(config, [40])]  # two pools
     theirs = [*rows_of(config, [40]), *rows_of(config, [40])]
     torch.testing.assert_close(step(ours, 0, "auto"), step(theirs, 0, "torch"), rtol=1e-4, atol=1e-4)
+
+
+def test_pages_are_looked_up_again_when_a_table_changes() -> None:
+    rows, launch = rows_of(settings(key=Affine(4)), [70, 33]), Launch()
+    pool = rows[0].table.pool
+    pool.release(pool.alloc(50))  # room, so that no stream has to be rebuilt
+    before, moves = launch.pages(rows, (DIM, DIM)), pool.moves
+    assert launch.pages(rows, (DIM, DIM)) is before
+    for q, k, v in sequence(9, 40).forwards([40]):
+        rows[1].commit(k, v, rows[1].attend(q, k, v, SCALE, impl="torch")[1])
+    after = launch.pages(rows, (DIM, DIM))
+    assert pool.moves == moves
+    assert after.counts.tolist() == [row.table.counts for row in rows]
+    assert after.index[1, 0, : len(rows[1].table.pages[0])].tolist() == rows[1].table.pages[0]
