@@ -85,6 +85,20 @@ def test_any_reader_reads_what_the_definition_reads(
         assert row.positions().tolist() == [[t.position for t in head.pages] for head in slow.heads]
 
 
+def test_a_flush_ends_a_selection_and_mass_goes_to_the_tokens_that_were_read() -> None:
+    reader = TopK(fraction=0.3, chunk=4, dense_layers=0, select_every=10**6)
+    config = sparse(reader, scorer=AttentionMass(), budget=Tokens(60))
+    row, slow = make_row(config, HEADS, HEAD_DIM), SlowRow(config.at(0), HEADS)
+    evicted = []
+    for q, k, v in Sequence(130, HEADS, 6, HEAD_DIM, 9).forwards([80, *[1] * 50]):
+        out, mass = row.attend(q, k, v, SCALE)
+        row.commit(k, v, mass)
+        torch.testing.assert_close(out, slow.forward(q, k, v, SCALE, None, None), rtol=0, atol=1e-9)
+        evicted.append(row.positions().tolist())
+        assert evicted[-1] == [[t.position for t in head.pages] for head in slow.heads]
+    assert evicted[-1][0] != evicted[0][0]
+
+
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("bound", ["minmax", "mean", "codec"])
 def test_a_turn_in_one_call_reads_as_token_by_token(bound: Any, every: int) -> None:
@@ -213,6 +227,14 @@ def test_no_stored_key_lies_above_its_chunks_bound(
     bound = bound_scores(q, Bounds(held["k.min"], held["k.max"]))[:, 0]
     slack = 1e-12 * (q.view(HEADS, 3, -1).abs().sum(1).unsqueeze(1) * keys.abs().amax(1, keepdim=True)).sum(-1)
     assert bool((bound >= true - slack).all())
+    for part, low, high in zip(
+        keys.split(chunk, dim=1), held["k.min"].double().unbind(1), held["k.max"].double().unbind(1), strict=True
+    ):
+        assert bool((low <= part.amin(1)).all() and (high >= part.amax(1)).all())
+        # And they say no more than they must: of these keys and no others.
+        near = part.abs().amax(1) * 2.0**-10 + 2.0**-24
+        assert bool(((part.amin(1) - low <= near) | low.isinf()).all())
+        assert bool(((high - part.amax(1) <= near) | high.isinf()).all())
 
 
 @settings(max_examples=15)
