@@ -187,7 +187,8 @@ def decode(
 
     `scale` multiplies q.k before everything else. `softcap` is Gemma 2's cap * tanh(logit / cap); `sink_logits` take
     probability and add no value (GPT-OSS). A row with no key at all gives zeros. Raises ValueError where shapes,
-    formats and `impl` do not fit; `resolved` says beforehand what would run.
+    formats and `impl` do not fit; `resolved` says beforehand what would run. A CUDA graph can capture the second call
+    with the same formats and options: the first compiles, and copies exponents to the device.
     """
     if resolved(q, impl) == "reference":
         return decode_reference(

@@ -247,6 +247,7 @@ def launch(
     stashed = page_tiles * options.tile + fresh_tiles * constants["FRESH_TILE"]
     held = _scratch(pairs, splits, group, high, (stashed, page_tiles + fresh_tiles) if mass else None, q)
     index, counts = pages.index.contiguous(), pages.counts.contiguous()
+    raw_k, raw_v = (x if x.stride(3) == 1 else x.contiguous() for x in (raw.k, raw.v))
     chunks = chosen.chunks.contiguous() if chosen is not None else None
     k, k_scale, k_zero = _words(pages.k, key)
     v, v_scale, v_zero = _words(pages.v, value)
@@ -255,10 +256,10 @@ def launch(
         pages.position if centring is not None else None,
         centring.drift.contiguous() if centring is not None else None,
         centring.trig.contiguous() if centring is not None else None,
-        k, k_scale, k_zero, _factors(key, n_heads, q.device), v, v_scale, v_zero, raw.k, raw.v, raw.counts,
+        k, k_scale, k_zero, _factors(key, n_heads, q.device), v, v_scale, v_zero, raw_k, raw_v, raw.counts,
         held.acc, held.ml, held.stash, held.tops,
-        scale, softcap, splits, pages.index.shape[2], chosen.chunks.shape[2] if chosen is not None else 0,
-        pages.first, window, *raw.k.stride()[:3], *raw.v.stride()[:3],
+        float(scale), softcap and float(softcap), splits, pages.index.shape[2], chosen.chunks.shape[2] if chosen is not None else 0,
+        pages.first, window, *raw_k.stride()[:3], *raw_v.stride()[:3],
         **constants, num_warps=options.warps, num_stages=options.stages,
     )  # fmt: skip
     out = torch.empty(rows, heads, high, dtype=q.dtype, device=q.device)

@@ -18,6 +18,7 @@ from kvlab.kernels.tiles_triton import channels, locate, tile
 LOG2E = tl.constexpr(1.4426950408889634)
 # Probabilities are kept as multiples of 2**-8: fp16 then reaches 256 times further down before they vanish.
 SHIFT = tl.constexpr(8.0)
+# Numbers that grow while a model generates are not specialized: each 16th would compile another kernel.
 
 
 @triton.jit
@@ -168,7 +169,7 @@ def _fresh(
     return m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "pages_wide", "chunks_wide", "first", "window"])
 def split(
     q, q_pages, index, counts, selected, position, drift, trig,
     k, k_scale, k_zero, k_factor, v, v_scale, v_zero, raw_k, raw_v, raw_counts,
@@ -235,7 +236,7 @@ def split(
     tl.store(ml_out + (out_at + heads) * 2 + 1, total, mask=heads < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge(
     acc, ml, sinks, v_factor, out, lse, splits,
     N: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -282,7 +283,7 @@ def merge(
     tl.store(lse + query, tl.where(full, (safe - SHIFT + tl.log2(denominator)) / LOG2E, float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_wide", "chunks_wide", "window"])
 def masses(
     stash, tops, lse, counts, selected, raw_counts, out, pages_wide, chunks_wide, window,
     N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,

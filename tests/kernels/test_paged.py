@@ -29,6 +29,8 @@ from kvlab.kernels.paged import (
 pytest.importorskip("triton")
 DEVICE = "cpu" if interpreted() else "cuda"
 SINGLE = LaunchOptions(32, 4, 2, 3, torch.float32)
+# A GPU's exp2 and its float32 on tensor cores are good to a few units in the last place.
+TIGHT = 1e-5 if DEVICE == "cpu" else 5e-5
 HALF = LaunchOptions(32, 4, 2, 2, torch.float16)
 UNEVEN = [[37, 0], [1, 32]]
 
@@ -117,7 +119,7 @@ FORMATS: list[tuple[Codec, Codec]] = [
 @pytest.mark.parametrize(("key", "value"), FORMATS, ids=lambda codec: codec.label)
 def test_every_format_in_float32(key: Codec, value: Codec) -> None:
     got, want = both(Case(key, value, UNEVEN, [3, 1], group=4, dim=64, device=DEVICE))
-    close(got, want, 1e-5)
+    close(got, want, TIGHT)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +151,14 @@ def test_quantized_streams_in_float16(key: Codec, value: Codec) -> None:
 def test_awkward_shapes(dim: int, high: int, group: int, count: int, page: int, key: Codec, value: Codec) -> None:
     case = Case(key, value, [[count, 5]], [2], group=group, dim=dim, high=high, page=page, device=DEVICE)
     got, want = both(case, SINGLE._replace(tile=64, splits=2))
-    close(got, want, 1e-5)
+    close(got, want, TIGHT)
 
 
 @pytest.mark.parametrize("splits", [1, 4, 9])
 @pytest.mark.parametrize("tile", [16, 64])
 def test_tiles_and_splits_change_nothing(tile: int, splits: int) -> None:
     case = Case(Raw(), Raw(), [[70, 1]], [1], group=2, dim=32, device=DEVICE)
-    close(*both(case, LaunchOptions(tile, 4, 2, splits)), 1e-5)
+    close(*both(case, LaunchOptions(tile, 4, 2, splits)), TIGHT)
 
 
 def test_mass_is_each_keys_share() -> None:
@@ -175,7 +177,7 @@ def test_chosen_chunks() -> None:
         chosen = Chosen(chunks(rows), tokens)
         close(
             *both(case, SINGLE._replace(tile=16 if tokens == 8 else 32), chosen=chosen, mass=tokens == 16),
-            1e-3 if tokens == 16 else 1e-5,
+            1e-3 if tokens == 16 else TIGHT,
         )
 
 
@@ -184,7 +186,7 @@ def test_softcap_sinks_and_centring_together(positions: bool) -> None:
     case = Case(Affine(4, group=32, hadamard=True), Raw(), UNEVEN, [3, 1], dim=32, positions=positions, device=DEVICE)
     centring = Centring(torch.randn(2, 8, 32, device=DEVICE), torch.randn(600, 32, device=DEVICE))
     sinks = torch.randn(8, device=DEVICE)
-    close(*both(case, softcap=4.0, sink_logits=sinks, centring=centring), 1e-5)
+    close(*both(case, softcap=4.0, sink_logits=sinks, centring=centring), TIGHT)
 
 
 def test_no_key_gives_zeros_and_one_key_its_value() -> None:
@@ -196,7 +198,7 @@ def test_no_key_gives_zeros_and_one_key_its_value() -> None:
     assert (got.out[1, :4] == 0).all()
     assert torch.isneginf(got.lse[0]).all()
     with_sink, want = both(case, sink_logits=torch.zeros(8, device=DEVICE))
-    close(with_sink, want, 1e-5)
+    close(with_sink, want, TIGHT)
 
 
 def test_query_heads_read_their_own_kv_head() -> None:
@@ -214,7 +216,7 @@ def test_scales_are_applied_once_and_each_to_its_own_stream() -> None:
     def run(key: tuple[int, ...], value: tuple[int, ...]) -> Decoded:
         case.key, case.value = Format("fp8", 8, exponents=key), Format("fp8", 8, exponents=value)
         got, want = both(case)
-        close(got, want, 1e-5)
+        close(got, want, TIGHT)
         return got
 
     case = Case(Fp8(), Fp8(), [[40, 40]], [0], group=2, dim=32, device=DEVICE)
