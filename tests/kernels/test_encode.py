@@ -199,6 +199,15 @@ def test_a_head_of_zeros_has_no_scale(impl: str) -> None:
 
 
 @BOTH
+def test_a_dynamic_scale_is_the_smallest_that_fits(impl: str) -> None:
+    fmt, one = Fp8("e4m3", "dynamic").stored_as(64), torch.zeros(1, 1).int()
+    x = torch.zeros(1, 1, 4, 64)
+    x[0, 0, :, 5] = -448 * torch.tensor([1.0, 2.0**-30, 1 + 2.0**-20, 2.0**100])
+    got = written(x, pool(fmt, 64, 16, 1), fmt, one[..., None], one, impl=impl)
+    assert got["exponent"][0, :4, 0].tolist() == [0, -30, 1, 100]
+
+
+@BOTH
 @pytest.mark.parametrize("tokens", [1, 2, 3, 31, 33])
 def test_one_token_at_a_time_equals_all_at_once(impl: str, tokens: int) -> None:
     codec = Affine(4, "token", 16)

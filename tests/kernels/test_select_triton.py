@@ -32,6 +32,13 @@ def test_the_same_chunks_as_by_sorting(n_chunks: int, rule: dict, forced: tuple[
     assert agrees(select, scores, counts, **rule, forced_first=forced[0], forced_last=forced[1])
 
 
+def test_zero_has_no_sign() -> None:
+    scores, counts = torch.zeros(1, 8), torch.tensor([8]).int()
+    scores[0, 0], scores[0, 4] = -0.0, -1.0
+    got = select(scores.to(DEVICE), counts.to(DEVICE), k=2, forced_first=0, forced_last=0, impl="triton")
+    assert got.tolist() == [[0, 1]]
+
+
 @pytest.mark.parametrize("fraction", [0.1, 1 / 3, 0.7])
 def test_shares_are_exact(fraction: float) -> None:
     # 0.1 of 30 is 3 and not 4.
