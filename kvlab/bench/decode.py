@@ -47,10 +47,10 @@ CONFIGS: dict[str, KVConfig] = {
     "int4_evict50": KVConfig(key=_INT4, value=_INT4, scorer=AttentionMass(), budget=Fraction(0.5), raw_dtype="float16"),
     "int4_sparse25": KVConfig(key=_INT4, value=_INT4, reader=TopK(fraction=0.25), raw_dtype="float16"),
 }
-# transformers' own 4-bit caches: backend and the package it needs.
-PEERS: dict[str, tuple[str, str]] = {
-    "hf_quanto4": ("quanto", "optimum.quanto"),
-    "hf_hqq4": ("hqq", "hqq"),
+# transformers' own 4-bit caches: backend, the module it needs and how that is installed.
+PEERS: dict[str, tuple[str, str, str]] = {
+    "hf_quanto4": ("quanto", "optimum", "optimum-quanto"),
+    "hf_hqq4": ("hqq", "hqq", "hqq"),
 }
 NAMES = ("dynamic", *PEERS, *CONFIGS)
 TARGET_CONTEXT = 4096
@@ -155,10 +155,8 @@ def _missing(name: str) -> str | None:
     """Why a contender cannot run here, or None."""
     if name not in PEERS:
         return None
-    package = PEERS[name][1].split(".")[0]
-    if importlib.util.find_spec(package) is None:
-        return f"needs {PEERS[name][1].replace('.', '-')}: not installed"
-    return None
+    _, module, package = PEERS[name]
+    return f"needs {package}, which is not installed" if importlib.util.find_spec(module) is None else None
 
 
 def _prepared(model: PreTrainedModel, plan: Plan, name: str, prompt: Snapshot) -> Contender:

@@ -4,7 +4,9 @@ Needs no numba until something is attended.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +61,9 @@ class Pages(NamedTuple):
     first: int
 
 
+# Seconds of compiling after which it is said.
+PATIENCE = 2.0
+_LOG = logging.getLogger(__name__)
 PARTS = 3  # of raw tokens: sinks, window, new
 _KINDS = {torch.float32: F32_RAW, torch.float16: F16_RAW, torch.bfloat16: BF16_RAW}
 # What stands for an array that a format, or a call, does without.
@@ -81,9 +86,7 @@ def step(
     seen = torch.empty(n_heads, columns) if mass else None
     parts = [(_part(k, count), _part(v, count)) for k, v, count in raw]
     parts += [(_NO_PART, _NO_PART)] * (PARTS - len(parts))
-    from kvlab.kernels.rowwise_numba import attend
-
-    attend(
+    _compiled()(
         (q.float() * scale).contiguous().numpy(),
         pages,
         tuple(k for k, _ in parts),
@@ -98,6 +101,23 @@ def step(
         out.numpy(),
     )
     return out, seen
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    """The compiled function, made or read from disk by a call on nothing; says so where that takes its time."""
+    from kvlab.kernels.rowwise_numba import attend
+
+    note = threading.Timer(PATIENCE, _LOG.warning, ["compiling the CPU kernel, once: the result is kept on disk"])
+    note.daemon = True
+    note.start()
+    try:
+        parts, none = (_NO_PART,) * PARTS, _none_selected(1)
+        query, out = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32)
+        attend(query, _no_pages(1), parts, parts, none, 0, 0.0, _NONE, _NO_ROWS, _NO_ROWS, _NO_ROWS, out)
+    finally:
+        note.cancel()
+    return attend
 
 
 def _part(x: Tensor, count: int) -> Part:

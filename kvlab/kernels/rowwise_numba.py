@@ -7,6 +7,8 @@ is taken once for a span of tokens and costs nothing. Loops run over slices, fro
 that compile to vector code. Sums may be reordered; NaN and infinity keep their meaning.
 """
 
+import logging
+
 import numpy as np
 from numba import njit
 
@@ -38,7 +40,7 @@ def _half(h):
 
 
 @njit(inline="always")
-def exp(x):
+def _exp(x):
     """exp for x <= 0, within two units in the last place: a power of two times a polynomial on half an octave."""
     low = np.float32(-87.0)
     y = low if x < low else x
@@ -111,38 +113,55 @@ def _unpack(data, bits, tile):
 
 
 @njit(**_FAST)
-def _scale(stream, page, start, tile, steps, shifts):
-    """Codes in `tile` into values: by groups along each token, or by channel with one row for the page."""
-    n, width = tile.shape[0], tile.shape[1]
-    groups = width // stream.group
-    first = 0 if stream.by_channel else start * groups
-    many = width if stream.by_channel else n * groups
-    halves = stream.scale[page, first : first + many]
-    for i in range(halves.shape[0]):
-        steps[i] = _half(halves[i])
-    if stream.zero.shape[0]:
-        halves = stream.zero[page, first : first + many]
-        for i in range(halves.shape[0]):
-            shifts[i] = _half(halves[i])
+def _factors(scale, zero, offset, steps, shifts):
+    """fp16 bits of scales, and of zeros if there are any, as x = code * step + shift."""
+    for i in range(scale.shape[0]):
+        steps[i] = _half(scale[i])
+    if zero.shape[0]:
+        for i in range(zero.shape[0]):
+            shifts[i] = _half(zero[i])
     else:
-        offset = np.float32(stream.offset)
-        for i in range(many):
+        for i in range(scale.shape[0]):
             shifts[i] = -offset * steps[i]
-    if stream.by_channel:
-        for t in range(n):
-            dst = tile[t]
-            for d in range(width):
-                dst[d] = dst[d] * steps[d] + shifts[d]
-        return
+
+
+@njit(**_FAST)
+def _scale_channels(tile, steps, shifts):
+    """Codes in `tile` into values, one step and shift for each channel."""
+    for t in range(tile.shape[0]):
+        dst = tile[t]
+        for d in range(dst.shape[0]):
+            dst[d] = dst[d] * steps[d] + shifts[d]
+
+
+@njit(**_FAST)
+def _scale_groups(tile, steps, shifts, group):
+    """Codes in `tile` into values, one step and shift for each group of channels of each token."""
     i = 0
-    for t in range(n):
+    for t in range(tile.shape[0]):
         row = tile[t]
-        for g in range(groups):
+        for g in range(row.shape[0] // group):
             step, shift = steps[i], shifts[i]
-            dst = row[g * stream.group : (g + 1) * stream.group]
+            dst = row[g * group : (g + 1) * group]
             for d in range(dst.shape[0]):
                 dst[d] = dst[d] * step + shift
             i += 1
+
+
+# Inlined, here and in `_load`: a stream is a dozen arrays, too many to hand over for every span.
+@njit(forceinline=True, **_FAST)
+def _load_affine(stream, page, start, data, tile, steps, shifts):
+    """Group-wise codes into values."""
+    n, width, group = tile.shape[0], tile.shape[1], stream.group
+    first = 0 if stream.by_channel else start * (width // group)
+    many = width if stream.by_channel else n * (width // group)
+    zero = stream.zero[page, first : first + many] if stream.zero.shape[0] else stream.scale[page, :0]
+    _factors(stream.scale[page, first : first + many], zero, np.float32(stream.offset), steps, shifts)
+    _unpack(data, stream.bits, tile)
+    if stream.by_channel:
+        _scale_channels(tile, steps, shifts)
+    else:
+        _scale_groups(tile, steps, shifts, group)
 
 
 @njit(**_FAST)
@@ -167,14 +186,13 @@ def _load_raw(kind, data, tile):
                 dst[d] = _as_float(np.uint32(bits[d]) << np.uint32(16))
 
 
-@njit(**_FAST)
+@njit(forceinline=True, **_FAST)
 def _load(stream, head, page, start, tile, steps, shifts):
     """Values of tokens start, start + 1, ... of one page into `tile` [n, D]."""
     n, width = tile.shape[0], tile.shape[1]
     data = stream.data[page, start : start + n]
     if stream.kind == AFFINE:
-        _unpack(data, stream.bits, tile)
-        _scale(stream, page, start, tile, steps, shifts)
+        _load_affine(stream, page, start, data, tile, steps, shifts)
     elif stream.kind == FP8:
         for t in range(n):
             step = stream.head_scale[head]
@@ -253,11 +271,11 @@ def _softmax(logits, columns, softcap, sinks):
             top = max(top, row[t])
         total = np.float32(0.0)
         for t in range(columns):
-            weight = exp(row[t] - top)
+            weight = _exp(row[t] - top)
             row[t] = weight
             total += weight
         if sinks.shape[0]:
-            total += exp(sinks[g] - top)
+            total += _exp(sinks[g] - top)
         inverse = np.float32(1.0) / total if total > 0 or total != total else np.float32(0.0)
         for t in range(columns):
             row[t] *= inverse
@@ -279,7 +297,16 @@ def _spans(selected, chunk, page_tokens, count, starts, ends):
     return n
 
 
-@njit(cache=True, **_FAST)
+def _kept(function):
+    """Compiled at its first call and kept on disk, where numba finds a place that can be written."""
+    try:
+        return njit(cache=True, **_FAST)(function)
+    except RuntimeError as error:
+        logging.getLogger(__name__).warning("compiled anew in every process: %s", error)
+        return njit(**_FAST)(function)
+
+
+@_kept
 def attend(q, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift, trig, mass, out):
     """One query for each of H heads, `q` [H, D] scaled already; writes `out` [H, E] and, if it has rows, `mass`.
 
