@@ -75,6 +75,9 @@ def launch_options(
     """The defaults for these formats on this target."""
     bits = max(f.bits if f.kind != "raw" else 8 * raw.itemsize for f in (key, value))
     options = _BY_BITS[bits]
+    if bits <= 8 and all(f.kind == "affine" and f.axis == "token" and f.group == head_dim for f in (key, value)):
+        # One 16-bit scale a token is too narrow to be copied ahead; in wide tiles each thread reads fewer of them.
+        options = LaunchOptions(128, 4, 3)
     if head_dim > 128 or centred:  # centring reads a float32 row of the trig table for each token
         options = options._replace(tile=max(32, options.tile // 2), stages=3)
     if target.backend == "hip":
@@ -258,8 +261,9 @@ def launch(
         centring.trig.contiguous() if centring is not None else None,
         k, k_scale, k_zero, _factors(key, n_heads, q.device), v, v_scale, v_zero, raw_k, raw_v, raw.counts,
         held.acc, held.ml, held.stash, held.tops,
-        float(scale), softcap and float(softcap), splits, pages.index.shape[2], chosen.chunks.shape[2] if chosen is not None else 0,
-        pages.first, window, *raw_k.stride()[:3], *raw_v.stride()[:3],
+        float(scale), softcap and float(softcap), splits, pages.index.shape[2],
+        chosen.chunks.shape[2] if chosen is not None else 0, pages.first, window,
+        *raw_k.stride()[:3], *raw_v.stride()[:3],
         **constants, num_warps=options.warps, num_stages=options.stages,
     )  # fmt: skip
     out = torch.empty(rows, heads, high, dtype=q.dtype, device=q.device)
