@@ -190,6 +190,33 @@ def test_a_fork_is_a_prefill(name: str, key: Any) -> None:
         assert torch.equal(feed(model, fork, ids, (1,) * 20), feed(model, live, ids, (1,) * 20))
 
 
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_heads_that_share_a_budget_keep_their_own_centres(scope: Any) -> None:
+    """Ragged heads, of one layer and of all: what is held reads back as the dense cache's keys, where raw."""
+    model, ids = tiny_model("llama3"), token_ids(1, 95)
+    budget = Fraction(0.5, scope=scope)
+    config = KVConfig(key=Raw(), scorer=AttentionMass(), budget=budget, **ENCODED)
+    with attach(model, config, centres=means(model)) as kv:
+        own: Any = DynamicCache(config=model.config)
+        live: Any = kv.cache()
+        feed(model, live, ids, (75, 1, 1, 1))
+        (snapshot,) = take(model, kv, [ids[0, :75].tolist()], [config.scorer])
+        fork: Any = snapshot.fork(config, kv)
+        feed(model, fork, ids, (1, 1, 1))
+        feed(model, own, ids, (78,))
+    counts = [row.table.counts for layer in live.layers for row in layer.rows]
+    assert len({n for heads in counts for n in heads}) > 1
+    for i in live.compressed:
+        row = live.layers[i].rows[0]
+        assert torch.equal(row.positions(), fork.layers[i].rows[0].positions())
+        keys, at = row.encoded_keys(32, torch.float64), row.positions()
+        for head, count in enumerate(row.table.counts):
+            # The first layer's keys do not depend on what was evicted; those of later layers nearly not.
+            whole = own.layers[i].keys[0, head][at[head, :count]]
+            before = at[head, :count] < 75
+            torch.testing.assert_close(keys[head, :count][before], whole[before], rtol=0, atol=1e-5)
+
+
 def test_centred_rows_do_not_depend_on_what_they_share_a_batch_with() -> None:
     model, prompts = tiny_model("llama3"), [token_ids(1, n, seed=n) for n in (41, 60, 23)]
     config = KVConfig(key=Affine(bits=4, group=16), **ENCODED)
