@@ -139,7 +139,8 @@ def test_dry_run_shows_the_plan_and_writes_no_run(tiny, place, capsys) -> None:
         "int4": True,
         "window": True,
     }
-    assert [p for p in place.rglob("*") if p.is_file()] == []
+    # The mean of the model's keys belongs to its weights and lies in their cache; nothing is written of a run.
+    assert {p.parent for p in place.rglob("*") if p.is_file()} <= {place / "cache" / "centres"}
     assert not (place / "runs").exists()
 
     assert main(flags) == 0  # for people
