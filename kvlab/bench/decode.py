@@ -38,11 +38,12 @@ PREFILL = 1024
 STEPS = 16
 TURNS = 5
 
-_INT4 = Affine(bits=4)
+# One scale and zero for each head of a token: the whole head dim, as large a group as transformers' caches take.
+_INT4, _INT8 = Affine(bits=4, group=0), Affine(bits=8, group=0)
 CONFIGS: dict[str, KVConfig] = {
     "raw": KVConfig(raw_dtype="float16"),
     "fp8_e4m3": KVConfig(key=Fp8(), value=Fp8(), raw_dtype="float16"),
-    "int8": KVConfig(key=Affine(bits=8), value=Affine(bits=8), raw_dtype="float16"),
+    "int8": KVConfig(key=_INT8, value=_INT8, raw_dtype="float16"),
     "int4": KVConfig(key=_INT4, value=_INT4, raw_dtype="float16"),
     "int4_evict50": KVConfig(key=_INT4, value=_INT4, scorer=AttentionMass(), budget=Fraction(0.5), raw_dtype="float16"),
     "int4_sparse25": KVConfig(key=_INT4, value=_INT4, reader=TopK(fraction=0.25), raw_dtype="float16"),

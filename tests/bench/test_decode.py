@@ -47,9 +47,9 @@ def test_bytes_are_those_held_when_timing_starts(document) -> None:
         assert dynamic[context]["bytes"] == 2 * dynamic[context]["bytes_16bit"] == 2 * 1536 * context
         assert raw[context]["bytes"] >= 1536 * context
         assert raw[context]["bytes"] - 1536 * context < 2 * 6 * 15 * 256  # a page that is not full
-        # 68 raw tokens, the rest 40 bytes a stream, in whole pages.
+        # 68 raw tokens, the rest 36 bytes a stream, in whole pages.
         pages = -(-(context - 68) // 16)
-        assert int4[context]["bytes"] == 2 * 3 * (68 * 256 + pages * 16 * 80)
+        assert int4[context]["bytes"] == 2 * 3 * (68 * 256 + pages * 16 * 72)
     evicted, sparse = (rows_of(document, name)[512] for name in ("int4_evict50", "int4_sparse25"))
     assert evicted["bytes"] < 0.7 * int4[512]["bytes"]
     assert sparse["bytes"] == int4[512]["bytes"]  # both layers of this model are read whole
@@ -60,7 +60,7 @@ def test_fits_follow_the_bytes(document) -> None:
     by_name = {f["name"]: f for f in document["fits"]}
     assert set(by_name) == {"dynamic", *decode.CONFIGS}
     assert by_name["dynamic"]["read_bytes_per_context_token"] == pytest.approx(3072)
-    assert by_name["int4"]["read_bytes_per_context_token"] == pytest.approx(2 * 3 * 80, rel=0.02)
+    assert by_name["int4"]["read_bytes_per_context_token"] == pytest.approx(2 * 3 * 72, rel=0.02)
     assert by_name["int4_evict50"]["read_bytes_per_context_token"] < by_name["int4"]["read_bytes_per_context_token"]
 
 
