@@ -96,8 +96,8 @@ def test_one_layer_alone_settles_too() -> None:
     settle([row])
     assert (row.n_window, sum(row.table.counts)) == (4, 32)
     assert row.nbytes == config.predicted_bytes(shape, 100)
-    row.fit()
-    assert sum(x.untyped_storage().nbytes() for x in row.storages()) == 2 * 2 * 4 * 16 * 4  # the prompt is let go
+    # The prompt's room is let go at once, without `fit`.
+    assert sum(x.untyped_storage().nbytes() for x in row.storages()) == 2 * 2 * 4 * 16 * 4
 
 
 # -- live caches, forks and stacks -------------------------------------------------------------------------------------
