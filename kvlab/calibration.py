@@ -1,8 +1,7 @@
 """Centres of a loaded model, measured once and kept on disk beside its converted weights.
 
-The text is bundled, so the same weights always give the same centres. It is prose and code in equal parts: the constant
-of keys is not quite the same in both. This file knows files and tokens; what a centre is and how it is measured is for
-centring.py.
+The text is bundled, so the same weights always give the same centres. This file knows files and tokens; what a centre
+is and how it is measured is for centring.py.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from kvlab.models import Loaded
 from kvlab.snapshot import replace
 
 SCHEMA = 1
-TEXT = "calibration.txt"
+TEXT = "calibration_prose.txt"
 TOKENS = 768
 
 
