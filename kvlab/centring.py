@@ -205,7 +205,7 @@ def key_advice(model: PreTrainedModel) -> str:
         )
     if _keys_are_normed(model) and sum(p.numel() for p in model.parameters()) < _SMALL:
         return "keys are normed in a small model: keep them at 8 bit, or at 4 bit per channel or with centring='mean'"
-    return "at 4 bit per token use centring='mean'"
+    return "at 4 bit per token use centring='mean', best with hadamard=True"
 
 
 def _loudness(projection: nn.Module) -> Tensor | None:
