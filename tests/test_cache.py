@@ -34,8 +34,8 @@ def llama() -> Any:
 
 
 def _state(cache: KVCache) -> list[torch.Tensor]:
-    """Copies of all that decides what a cache reads."""
-    return [x.clone() for i in cache.compressed for x in cache.layers[i].storages()]
+    """Copies, as bits, of all that decides what a cache reads; room not yet used may hold NaN, which equals nothing."""
+    return [x.clone().view(torch.uint8) for i in cache.compressed for x in cache.layers[i].storages()]
 
 
 # -- protocol ----------------------------------------------------------------------------------------------------------
