@@ -15,8 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from kvlab.cache import AttentionCall, Handle, KVCache, Mode, SeamError, cache_kwarg
 from kvlab.centring import Centres, Rotaries, bias_centres, find_rotaries, key_advice
-from kvlab.config import Centring, KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.kernels.attend import attend_reference
+from kvlab.kernels.dispatch import Impl
+from kvlab.once import once
+from kvlab.layer import Centring, LayerShape, ModelShape
 from kvlab.policies import Dense
 from kvlab.stacked import StackedLayer
 
@@ -84,19 +87,25 @@ def attention(
             raise SeamError(
                 f"a compressed cache takes a 2-D padding mask [rows, tokens], got shape {tuple(attention_mask.shape)}"
             )
-        valid = attention_mask[:, -query.shape[2] :].bool()
-        _check_history(handle, attention_mask[:, : -query.shape[2]])
+        new = query.shape[2]
+        past, valid = once(attention_mask, (new, handle.layer.rows[0].seen), lambda mask: _split(mask, new))
+        _check_history(handle, past)
     call = AttentionCall(query, key, value, scale, valid, softcap, s_aux, kwargs.get("position_ids"))
     return handle.attend(call).transpose(1, 2), None
 
 
-def _check_history(handle: Handle, past: Tensor) -> None:
+def _split(mask: Tensor, new: int) -> tuple[list[int], Tensor]:
+    """How many tokens of each row a padding mask counts before the last `new`, and which of those are real, as a copy."""
+    return mask[:, :-new].sum(1).tolist(), mask[:, -new:].to("cpu", torch.bool, copy=True)
+
+
+def _check_history(handle: Handle, past: list[int]) -> None:
     """Tokens that entered the cache cannot be masked out later, nor can padding be unmasked."""
-    for b, row in enumerate(handle.layer.rows):
-        if row.seen != int(past[b].sum()):
+    for b, (row, said) in enumerate(zip(handle.layer.rows, past, strict=True)):
+        if row.seen != said:
             raise SeamError(
-                f"row {b} of the cache has taken {row.seen} tokens, but the mask now counts {int(past[b].sum())} "
-                "before the new ones: a mask must keep its past"
+                f"row {b} of the cache has taken {row.seen} tokens, but the mask now counts {said} before the new "
+                "ones: a mask must keep its past"
             )
 
 
@@ -205,13 +214,17 @@ class Attachment:
                 raise
         self.attached = True
 
-    def cache(self, config: KVConfig | None = None) -> KVCache:
-        """A fresh, empty cache, by default of the attached config."""
+    def cache(self, config: KVConfig | None = None, impl: Impl = "auto") -> KVCache:
+        """A fresh, empty cache, by default of the attached config.
+
+        `impl` names what works on its pages where that is not left to the device: "triton", "numba" or "torch". The
+        first forward raises ValueError where it cannot run.
+        """
         if not self.attached:
             raise RuntimeError("detached: attach the model again to make caches for it")
         config = config or self.config
         text = self.model.config.get_text_config(decoder=True)
-        return KVCache(config, text, self.mode, self.centres(config.centring), self.turns(config))
+        return KVCache(config, text, self.mode, self.centres(config.centring), self.turns(config), impl)
 
     @functools.cached_property
     def rotaries(self) -> Rotaries:

@@ -15,12 +15,14 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from kvlab.centre import Centre
-from kvlab.config import KVConfig, LayerConfig, LayerShape, Occupancy
+from kvlab.config import KVConfig
 from kvlab.kernels import threads
-from kvlab.kernels.dispatch import Impl
+from kvlab.kernels.dispatch import Impl, on_pages
 from kvlab.kernels.rope import Rotary
 from kvlab.kernels.rowwise import runs_compiled
-from kvlab.launching import Launch, attend_together, launches, together
+from kvlab.launching import Launch, attend_together, launch_groups
+from kvlab.once import on_host
+from kvlab.layer import LayerConfig, LayerShape, Occupancy
 from kvlab.policies import Dense
 from kvlab.row import Row, settle
 from kvlab.store import PagePool
@@ -117,47 +119,69 @@ def attend_rows(
     rows: Sequence[Row],
     call: AttentionCall,
     read_only: bool = False,
-    impl: Impl = "auto",
-    launch: Launch | None = None,
+    impl: Impl | None = None,
+    launches: dict[int, Launch] | None = None,
 ) -> Float[Tensor, "B H Q E"]:
     """Each row over its own store. Padding never enters a row; its outputs are zeros.
 
-    A step of rows that can go together is one launch on a GPU, for which `launch` remembers where their pages are.
+    Rows whose step can go together are one launch, for which `launches` remembers where their pages are. `impl` is by
+    default what each row's pool was made with.
     """
-    q, k, v, valid = call.q, call.k, call.v, call.valid
-    if valid is None and together(rows, q, impl):
-        return _launched(rows, call, read_only, impl, launch or Launch())
-    out = []
+    q, k, v = call.q, call.k, call.v
+    # All layers of a forward get the same masks and positions, and each row's length tells forwards apart.
+    valid, positions = (None if x is None else on_host(x, rows[0].seen) for x in (call.valid, call.positions))
+    real = [_real(valid, b) for b in range(len(rows))]
     for b, row in enumerate(rows):
-        real = slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
-        q_b, k_b, v_b = (x[b] if isinstance(real, slice) else x[b][:, real] for x in (q, k, v))
-        if k_b.shape[1] == 0:
-            out.append(q_b.new_zeros(*q.shape[1:3], v.shape[-1]))
-            continue
-        if row.centre is not None or row.rotary is not None:
-            _check_positions(row, call.positions, b, real, k_b.shape[1])
-        with threads.for_size((row.kept + k_b.shape[1]) * k.shape[1] * k.shape[3], k.device):
-            served, mass = row.attend(q_b, k_b, v_b, call.scale, call.softcap, call.sink_logits, not read_only, impl)
-            if not read_only:
-                row.commit(k_b, v_b, mass)
-        if not isinstance(real, slice):
-            served = served.new_zeros(*q.shape[1:3], v.shape[-1]).index_copy(1, real, served)
-        out.append(served)
-    return out[0].unsqueeze(0) if len(out) == 1 else torch.stack(out)
+        count = q.shape[2] if isinstance(real[b], slice) else len(real[b])
+        if count and (row.centre is not None or row.rotary is not None):
+            _check_positions(row, positions, b, real[b], count)
+    out: list[Tensor | None] = [None] * len(rows)
+    for group in launch_groups(rows, [b for b, at in enumerate(real) if isinstance(at, slice)], q, impl):
+        launch = Launch() if launches is None else launches.setdefault(group[0], Launch())
+        served = _launched(launch, rows, group, call, read_only)
+        if len(group) == len(rows):
+            return served
+        for b, one in zip(group, served, strict=True):
+            out[b] = one
+    for b, row in enumerate(rows):
+        if out[b] is None:
+            out[b] = _alone(row, call, b, real[b], read_only, impl)
+    return torch.stack(out)  # type: ignore[arg-type]
+
+
+def _real(valid: Tensor | None, b: int) -> slice | Tensor:
+    """Where row b has real tokens."""
+    return slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
+
+
+def _alone(
+    row: Row, call: AttentionCall, b: int, real: slice | Tensor, read_only: bool, impl: Impl | None
+) -> Float[Tensor, "H Q E"]:
+    q, k, v = call.q[b], call.k[b], call.v[b]
+    padded = q.new_zeros(*q.shape[:2], v.shape[-1])
+    if not isinstance(real, slice):
+        if not len(real):
+            return padded
+        real = real.to(q.device)
+        q, k, v = q[:, real], k[:, real], v[:, real]
+    with threads.for_size((row.kept + k.shape[1]) * k.shape[0] * k.shape[2], k.device):
+        out, mass = row.attend(q, k, v, call.scale, call.softcap, call.sink_logits, not read_only, impl)
+        if not read_only:
+            row.commit(k, v, mass)
+    return out if isinstance(real, slice) else padded.index_copy(1, real, out)
 
 
 def _launched(
-    rows: Sequence[Row], call: AttentionCall, read_only: bool, impl: Impl, launch: Launch
-) -> Float[Tensor, "B H 1 E"]:
-    for b, row in enumerate(rows):
-        if row.centre is not None or row.rotary is not None:
-            _check_positions(row, call.positions, b, slice(None), 1)
-    out, masses = attend_together(
-        launch, rows, call.q, call.k, call.v, call.scale, call.softcap, call.sink_logits, not read_only, impl
+    launch: Launch, rows: Sequence[Row], group: list[int], call: AttentionCall, read_only: bool
+) -> Float[Tensor, "G H 1 E"]:
+    mine = [rows[b] for b in group]
+    q, k, v = (
+        x if len(group) == len(rows) else torch.stack([x[b] for b in group]) for x in (call.q, call.k, call.v)
     )
+    out, masses = attend_together(launch, mine, q, k, v, call.scale, call.softcap, call.sink_logits, not read_only)
     if not read_only:
-        for b, (row, mass) in enumerate(zip(rows, masses, strict=True)):
-            row.commit(call.k[b], call.v[b], mass)
+        for i, (row, mass) in enumerate(zip(mine, masses, strict=True)):
+            row.commit(k[i], v[i], mass)
     return out
 
 
@@ -200,8 +224,8 @@ class KVLayer(CacheLayerMixin):
         self.rows: list[Row] = []
         self.pool: PagePool | None = None
         self.seen = 0
-        self.impl: Impl = "auto"  # how single tokens are attended, see `Row.attend`
-        self._launch = Launch()
+        self.impl: Impl = "auto"  # what works on the pages: set before the first token
+        self._launches: dict[int, Launch] = {}
         self._pending: Handle | None = None
         # Set on the last of the layers that share one budget: those before it. Not the cache, which would be a cycle.
         self.others: list[KVLayer] | None = None
@@ -219,7 +243,7 @@ class KVLayer(CacheLayerMixin):
         key = (self.config, self.shape, raw, key_states.device)
         if key not in self._pools:
             streams = self.config.streams(self.shape, raw)
-            self._pools[key] = PagePool(streams, self.config.page_tokens, key_states.device)
+            self._pools[key] = PagePool(streams, self.config.page_tokens, key_states.device, self.impl)
         self.pool = self._pools[key]
         self.rows = [Row(self.config, self.pool, heads, raw, self.centre, self.rotary) for _ in range(rows)]
         self.is_initialized = True
@@ -254,7 +278,7 @@ class KVLayer(CacheLayerMixin):
         return tuple(torch.cat([torch.stack([h[i] for h in held]), x], dim=2) for i, x in enumerate((k, v)))  # type: ignore[return-value]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        out = attend_rows(self.rows, call, impl=self.impl, launch=self._launch)
+        out = attend_rows(self.rows, call, launches=self._launches)
         self._pending = None
         if self.others is not None:
             self.settle()
@@ -369,7 +393,7 @@ class KVCache(Cache):
         row = layer.rows[0]
         if layer.mode == "dense":
             return "torch"
-        if launches(self.impl, row.table.device, layer.dtype):
+        if on_pages(self.impl, row.table.device, layer.dtype) == "triton":
             return "triton"
         return "numba" if runs_compiled(self.impl, row.table.device, layer.dtype, row.raw) else "torch"
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvlab.centre import Centre
 from kvlab.codecs.base import to_raw
-from kvlab.config import LayerConfig
+from kvlab.kernels.encode import append
+from kvlab.layer import LayerConfig
 from kvlab.policies import Candidates
 from kvlab.policies.base import Expected, taken
 from kvlab.reading import pages
@@ -62,21 +63,40 @@ def flush(
         index, lengths = listed(stays)
         leaving = Leaving(*(None if x is None else taken(x, index) for x in leaving))  # type: ignore[arg-type]
     if leaving.keys.shape[1]:
-        table.append(encoded(config, leaving, raw, centre), lengths)
+        _store(config, table, leaving, lengths, seen, raw, centre)
     summarise(config, table, raw, stands, centre)
 
 
-def encoded(config: LayerConfig, tokens: Leaving, raw: torch.dtype, centre: Centre | None = None) -> dict[str, Tensor]:
-    """Every stream of `tokens`, as pages hold them."""
-    keys = tokens.keys if centre is None else centre.take_out(tokens.keys, tokens.positions)
-    packed = {f"k.{name}": x for name, x in config.key.encode(keys).items()}
-    packed |= {f"v.{name}": x for name, x in config.value.encode(tokens.values).items()}
-    packed = {name: to_raw(x, raw) if name.endswith(".data") else x for name, x in packed.items()}
-    if config.budget.evicts:
-        packed["position"] = tokens.positions.unsqueeze(-1)
-    if tokens.mass is not None:
-        packed["mass"] = tokens.mass.unsqueeze(-1)
-    return packed
+def _store(
+    config: LayerConfig,
+    table: PageTable,
+    tokens: Leaving,
+    lengths: list[int] | None,
+    seen: int,
+    raw: torch.dtype,
+    centre: Centre | None,
+) -> None:
+    """Append the first `lengths` of each head's tokens: codes by one launch for K and one for V where launches serve."""
+    sides = {
+        "k": (config.key, tokens.keys if centre is None else centre.take_out(tokens.keys, tokens.positions, seen)),
+        "v": (config.value, tokens.values),
+    }
+    packed = {"position": tokens.positions.unsqueeze(-1)} if config.budget.evicts else {}
+    packed |= {} if tokens.mass is None else {"mass": tokens.mass.unsqueeze(-1)}
+    launched = table.pool.works(tokens.keys.dtype) == "triton"
+    if not launched:
+        coded = {f"{side}.{name}": y for side, (codec, x) in sides.items() for name, y in codec.encode(x).items()}
+        packed |= {name: to_raw(x, raw) if name.endswith(".data") else x for name, x in coded.items()}
+    lengths = [tokens.keys.shape[1]] * len(table.counts) if lengths is None else lengths
+    start = table.extend(lengths)
+    for name, rows in packed.items():
+        table.place(name, rows, start, lengths)
+    if launched:
+        where = (table.index()[None], *(torch.tensor([xs], device=table.device) for xs in (start, lengths)))
+        for side, (codec, x) in sides.items():
+            fmt = codec.stored_as(x.shape[2])
+            streams = {name: table.pool.streams[f"{side}.{name}"] for name in fmt.names}
+            append(x[None], streams, fmt, *where, impl="triton")
 
 
 def _scored(

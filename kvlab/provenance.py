@@ -16,7 +16,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "triton", "numba", "datasets", "optuna", "numpy", "scipy", "pandas", "pyarrow", "seaborn")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "numba",
+    "datasets",
+    "optuna",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    "seaborn",
+)
 CALLER_KNOWS = (
     "model", "tokenizer_sha256", "evalset", "prompt_template_sha256", "dtype", "attention", "deterministic", "tf32",
     "threads", "seeds", "device", "notebook",

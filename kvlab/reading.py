@@ -6,8 +6,8 @@ from torch import Tensor
 
 from kvlab.centre import KeyTerm
 from kvlab.codecs import Packed
-from kvlab.config import LayerConfig
 from kvlab.kernels import attend as kernel
+from kvlab.layer import LayerConfig
 from kvlab.selecting import Choice
 from kvlab.store import PageTable
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvlab.centre import Centre, KeyTerm, Places, joined, positions_of
 from kvlab.codecs.base import Packed, to_raw
-from kvlab.config import LayerConfig, Occupancy
 from kvlab.evicting import Leaving, flush
 from kvlab.kernels import attend as kernel
 from kvlab.kernels.dispatch import Impl
 from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
 from kvlab.kernels.rope import Rotary
 from kvlab.kernels.rowwise import runs_compiled
+from kvlab.layer import LayerConfig, Occupancy
 from kvlab.policies import ExpectedAttention
 from kvlab.policies.base import Expected
 from kvlab.policies.expected_attention import query_sums
@@ -174,19 +174,21 @@ class Row:
         softcap: float | None = None,
         sink_logits: Float[Tensor, " H"] | None = None,
         observe: bool = True,
-        impl: Impl = "auto",
+        impl: Impl | None = None,
     ) -> tuple[Float[Tensor, "H Q E"], Tensor | None]:
         """Attention of the new tokens over everything held and themselves; and the attention mass, if it is tracked.
 
-        The mass is [N, stored + sinks + window + Q], in that column order. `impl` says how a lone token is served.
+        The mass is [N, stored + sinks + window + Q], in that column order. `impl` says how a lone token is served,
+        by default the pool's.
         """
+        impl = impl or self.table.pool.impl
         n_queries, scorer = q.shape[1], self.config.scorer
         tracked = observe and self.config.tracks_mass
         weights = scorer.query_weights(n_queries).to(q.device) if tracked and not scorer.reads_selection else None
         if self.seen == 0:
             out = attend_prompt(q, k, v, scale, softcap, sink_logits)
             if observe and self.rotary is not None:
-                return out, query_sums(q, 0, scale, self.rotary, k.shape[0])
+                return out, self.observed_queries(q, scale)
             if tracked and weights is None:
                 return out, all_read(*k.shape[:2], n_queries - 1, k.device)
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
@@ -194,8 +196,8 @@ class Row:
         # Compiled code has no gradient: where one is wanted, torch attends.
         lone = n_queries == 1 and not (q.requires_grad or k.requires_grad or v.requires_grad)
         if lone and runs_compiled(impl, q.device, q.dtype, self.raw):
-            raw = [(*self.sinks, self.n_sinks)] if self.sinks else []
-            raw += [(*self._window, self.n_window)] if self._window else []
+            held = ((self.sinks, self.n_sinks), (self._window, self.n_window))
+            raw = [(pair[0], pair[1], count) for pair, count in held if pair]
             raw.append((k, v, 1))
             single = Single(q[:, 0], scale, softcap, sink_logits, choice, self.centre, self.seen)
             stored = self._pinned.stored(self.config, self.table, self.n_sinks, (k.shape[2], v.shape[2]))
@@ -203,17 +205,21 @@ class Row:
         else:
             served, mass = self._attend_blocks(q, k, v, scale, softcap, sink_logits, choice, weights)
         if observe and self.rotary is not None:
-            mass = query_sums(q, self.seen, scale, self.rotary, k.shape[0])
+            mass = self.observed_queries(q, scale)
         if tracked and weights is None:
             mass = self.selected_mass(choice, n_queries)
         return served, mass
 
     def select(self, q: Float[Tensor, "H Q D"], observe: bool = True) -> Choice | None:
-        """The chunks of pages that new queries read; None where that is everything. `commit` remembers what is observed."""
+        """The chunks of pages that new queries read; None where all are. `commit` remembers what is observed."""
         choice = choose(self.config, self.table, q, self.seen, self._remembered, self._key_term())
         if observe:
             self._choice = choice
         return choice
+
+    def observed_queries(self, q: Float[Tensor, "H Q D"], scale: float) -> Tensor | None:
+        """Sums over the new queries, for scorers that look at queries before RoPE; None where none does."""
+        return self.rotary and query_sums(q, self.seen, scale, self.rotary, len(self.table.pages))
 
     def selected_mass(self, choice: Choice | None, n_queries: int) -> Float[Tensor, "N T"]:
         """When each token was last read, counting the new queries, for scorers that go by selection."""

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.centre import Centre, KeyTerm, Places
-from kvlab.config import LayerConfig
+from kvlab.kernels import chunk_pages
 from kvlab.kernels import chunks as kernel
-from kvlab.kernels.hadamard import hadamard
+from kvlab.layer import LayerConfig
 from kvlab.policies import TopK
 from kvlab.store import PageTable
 
@@ -102,30 +102,22 @@ def choose(
 def _selected(
     config: LayerConfig, table: PageTable, q: Float[Tensor, "H B D"], reader: TopK, key_term: KeyTerm | None
 ) -> Int[Tensor, "N B K"]:
-    counts = torch.tensor([-(-count // reader.chunk) for count in table.counts], device=q.device)
-    scores = _scores(config, table, q, counts)
+    counts, n_chunks = torch.tensor(table.counts, device=q.device), -(-table.length // reader.chunk)
+    impl, streams, fmt = table.pool.works(q.dtype), key_streams(table), config.key.stored_as(q.shape[2])
+    # Summed over the query heads of a KV head, from summaries alone.
+    scores = chunk_pages.scores(
+        q[None], streams, fmt, table.index()[None], counts[None], reader.chunk, reader.bound, impl=impl
+    )[0, ..., :n_chunks]
     if key_term is not None and reader.bound == "codec":
         # The codec's scales bound what is left of a key when its centre is out; what the centre adds is known exactly.
         scores = scores + _greatest_term(key_term, table, q, reader.chunk).to(scores.dtype)
-    counts = counts.unsqueeze(1).expand(-1, q.shape[1])
+    counts = ((counts + reader.chunk - 1) // reader.chunk).unsqueeze(1).expand(-1, q.shape[1])
     return kernel.select(scores, counts, **reader.share, forced_first=1, forced_last=1)
 
 
-def _scores(config: LayerConfig, table: PageTable, q: Tensor, counts: Tensor) -> Float[Tensor, "N B C"]:
-    """Scores of every chunk from summaries alone, summed over the query heads of a KV head."""
-    reader = config.reader
-    assert isinstance(reader, TopK)
-    if reader.bound == "mean":
-        return kernel.mean_scores(q, table.gather(["k.mean"])["k.mean"], counts)
-    if reader.bound == "minmax":
-        held = table.gather(["k.min", "k.max"])
-        return kernel.bound_scores(q, kernel.Bounds(held["k.min"], held["k.max"]), counts)
-    fmt = config.key.stored_as(q.shape[2])
-    held = table.gather([f"k.{name}" for name in fmt.names if name != "codes"])
-    bounds = kernel.codec_bounds(held["k.scale"], held.get("k.zero"), fmt.groups)
-    # Keys that their codec rotates are bounded where they are rotated; so must the query be.
-    wide = q.to(torch.promote_types(q.dtype, torch.float32))
-    return kernel.bound_scores(hadamard(wide) if fmt.hadamard else wide, bounds, counts)
+def key_streams(table: PageTable) -> dict[str, Tensor]:
+    """The pool's streams of K and their summaries, by the names kernels know."""
+    return {name[2:]: stream for name, stream in table.pool.streams.items() if name.startswith("k.")}
 
 
 def _greatest_term(key_term: KeyTerm, table: PageTable, q: Tensor, chunk: int) -> Float[Tensor, "N B C"]:
@@ -149,12 +141,23 @@ def summarise(
     if not isinstance(reader, TopK) or not reader.summaries or table.length <= start:
         return
     first = start // reader.chunk
+    counts = torch.tensor(table.counts, device=table.device)
     these = torch.arange(first, -(-table.length // reader.chunk), device=table.device).expand(len(table.pages), -1)
+    width = table.pool.layout[f"k.{reader.summaries[0]}"].width
+    wide = torch.promote_types(raw, torch.float32)
+    if table.pool.works(raw) == "triton":
+        begin = first * reader.chunk
+        lacking = None if centre is None else centre.term(_places(config, table, these, counts - begin), None, wide)
+        chunk_pages.summarise(
+            key_streams(table), config.key.stored_as(width), table.index()[None], torch.full_like(counts, begin)[None],
+            counts[None], table.length - begin, reader.chunk, added=None if lacking is None else lacking[None],
+            impl="triton",
+        )  # fmt: skip
+        return
     names = [name for name, stream in table.pool.layout.items() if name.startswith("k.") and not stream.derived]
     packed = {name[2:]: rows for name, rows in table.take(these, reader.chunk, names).items()}
-    width = table.pool.layout[f"k.{reader.summaries[0]}"].width
-    keys = config.key.decode(packed, width, torch.promote_types(raw, torch.float32))
-    counts = torch.tensor(table.counts, device=table.device) - first * reader.chunk
+    keys = config.key.decode(packed, width, wide)
+    counts = counts - first * reader.chunk
     if centre is not None:
         keys = centre.put_back(keys, _places(config, table, these, counts))
     if reader.bound == "mean":

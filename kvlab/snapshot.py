@@ -26,9 +26,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from kvlab.attach import Attachment, cache_kwarg
 from kvlab.cache import AttentionCall, Handle, KVCache, KVLayer
 from kvlab.centre import joined
-from kvlab.config import KVConfig, LayerConfig, LayerShape
+from kvlab.config import KVConfig
 from kvlab.kernels.prompt import attend_prompt, prompt_mass
 from kvlab.kernels.rope import Rotary
+from kvlab.layer import LayerConfig, LayerShape
 from kvlab.policies import Scorer
 from kvlab.policies.expected_attention import query_sums
 from kvlab.row import Row, settle

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlab.centre import Centre
-from kvlab.config import LayerConfig
 from kvlab.kernels.rowwise import Extras, Raw, Stored, attend_one
+from kvlab.layer import LayerConfig
 from kvlab.selecting import Choice
 from kvlab.store import PageTable
 

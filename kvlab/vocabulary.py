@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 import tomli_w
 
 from kvlab.codecs import Affine, Codec, Fp8, Raw
-from kvlab.config import KVConfig, ModelShape
+from kvlab.config import KVConfig
 from kvlab.kernels.chunks import Bound
+from kvlab.layer import ModelShape
 from kvlab.policies import Dense, Reader, Threshold, TopK, WindowAttention
 
 # A workload table says where a config was found; it changes nothing here and is left alone.

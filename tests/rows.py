@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kvlab.centre import Centre
-from kvlab.config import KVConfig, LayerShape
+from kvlab.config import KVConfig
 from kvlab.kernels.rope import Rotary
+from kvlab.layer import LayerShape
 from kvlab.row import Row
 from kvlab.store import PagePool
 

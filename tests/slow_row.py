@@ -18,8 +18,8 @@ from rows import make_centre
 from torch import Tensor
 
 from kvlab.codecs import Codec
-from kvlab.config import LayerConfig
 from kvlab.kernels.hadamard import hadamard_reference
+from kvlab.layer import LayerConfig
 
 
 @dataclass

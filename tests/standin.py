@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvlab.book import ScoreBook, StopFlag
-from kvlab.config import KVConfig, ModelShape
+from kvlab.config import KVConfig
 from kvlab.evals.item import FAMILIES, EvalSet, Item
 from kvlab.evals.subject import ItemScore
+from kvlab.layer import ModelShape
 from kvlab.progress import Progress
 from kvlab.runs import Run
 from kvlab.snapshot import SnapshotStore

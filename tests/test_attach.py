@@ -33,7 +33,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvlab.attach import UnsupportedModelError, attach, attention, cache_kwarg, make_plan, shape_of
 from kvlab.cache import Handle, SeamError
 from kvlab.codecs import Affine
-from kvlab.config import KVConfig, LayerShape
+from kvlab.config import KVConfig
+from kvlab.layer import LayerShape
 from kvlab.policies import AttentionMass, Fraction, Tokens, TopK
 
 EXACT = 1e-9

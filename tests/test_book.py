@@ -12,8 +12,9 @@ from standin import StandIn, harmed, index, items
 
 from kvlab.book import ScoreBook, StopFlag
 from kvlab.codecs import Affine, Fp8
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.evals.item import Item
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.progress import Progress
 from kvlab.runs import Run
 from kvlab.subject import BASELINE

@@ -10,8 +10,9 @@ from slow_row import SlowRow
 
 from kvlab.centre import Centre, joined
 from kvlab.codecs import Affine, Codec, Fp8, Raw
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.kernels.rope import Rotary
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import AttentionMass, Fraction, Recency, Tokens, TopK
 from kvlab.row import Row
 

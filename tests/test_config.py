@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from variants import ALL_BUDGETS, ALL_CODECS, ALL_SCORERS, PAGE
 
 from kvlab.codecs import Affine, Fp8, Raw
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import AttentionMass, Fraction, Recency, Threshold, Tokens, WindowAttention
 
 SHAPE = ModelShape((LayerShape(2, 64, 64), LayerShape(2, 64, 64, window=32), LayerShape(2, 64, 64)), torch.bfloat16)

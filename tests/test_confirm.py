@@ -11,9 +11,10 @@ from standin import StandIn, index, items
 
 from kvlab import confirm, stats
 from kvlab.codecs import Affine, Fp8
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.confirm import Margin, family_scores, in_sequence, judge_arms, replicate, seems_to_rise
 from kvlab.evals.item import EvalSet, Item
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import Fraction
 from kvlab.subject import BASELINE
 

@@ -20,6 +20,8 @@ FLOORS: dict[str, float] = {
     "policies": 1,
     "store": 1.5,
     "centre": 1.5,
+    "layer": 1.8,
+    "plain": 1.8,
     "config": 2,
     "vocabulary": 2.5,
     "selecting": 2.55,

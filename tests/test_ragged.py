@@ -14,8 +14,9 @@ from tiny import tiny_model, token_ids
 from kvlab.attach import attach, make_plan, shape_of
 from kvlab.cache import KVCache, cache_kwarg
 from kvlab.codecs import Affine, Fp8, Raw
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.evicting import allot
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import (
     AttentionMass,
     ExpectedAttention,

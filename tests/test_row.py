@@ -12,8 +12,9 @@ from variants import ALL_BUDGETS, ALL_CODECS, ALL_SCORERS, SOME_CODECS, name_of
 
 import kvlab.kernels.prompt
 from kvlab.codecs import Affine, Codec, Fp8, Raw
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.kernels.attend import attend_reference
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import AttentionMass, Budget, Fraction, KeyNorm, Scorer, Threshold, Tokens, Unlimited
 from kvlab.row import Row, settle
 

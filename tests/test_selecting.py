@@ -16,8 +16,9 @@ from variants import ALL_BUDGETS, ALL_SCORERS, SOME_CODECS, readers_of
 
 from kvlab.attach import attach
 from kvlab.codecs import Affine, Fp8
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.kernels.chunks import Bounds, bound_scores
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import AttentionMass, Dense, LastSelected, Tokens, TopK
 from kvlab.row import Row
 from kvlab.selecting import choose

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.codecs import Affine, Fp8, Raw
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import AttentionMass, Fraction, Recency, Threshold, TopK, WindowAttention
 from kvlab.vocabulary import DTYPES, Secret, ServerSettings, Settings, build, ratio, read, write
 

@@ -14,7 +14,8 @@ from kvlab.attach import Plan, attach, cache_kwarg, make_plan, shape_of
 from kvlab.bench.tiny import tiny_model, token_ids
 from kvlab.cache import KVCache
 from kvlab.codecs import Affine, Fp8, Raw
-from kvlab.config import KVConfig, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import ModelShape
 from kvlab.policies import (
     AttentionMass,
     ExpectedAttention,

@@ -26,7 +26,8 @@ from kvlab.attach import Plan, attach, cache_kwarg, make_plan, shape_of
 from kvlab.bench.text import columns
 from kvlab.cache import KVCache
 from kvlab.codecs import Affine, Fp8
-from kvlab.config import KVConfig, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import ModelShape
 from kvlab.policies import AttentionMass, Fraction, TopK
 from kvlab.runs import write_whole
 from kvlab.snapshot import Snapshot, take

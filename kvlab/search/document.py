@@ -8,10 +8,11 @@ import numpy as np
 
 from kvlab import stats
 from kvlab.book import ScoreBook
-from kvlab.config import KVConfig, ModelShape
+from kvlab.config import KVConfig
 from kvlab.confirm import ROLE as CONFIRM
 from kvlab.confirm import Verdicts, family_scores
 from kvlab.evals.item import EvalSet
+from kvlab.layer import ModelShape
 from kvlab.models import Loaded
 from kvlab.policies import Dense
 from kvlab.runs import Run

@@ -18,9 +18,10 @@ from kvlab import confirm, models
 from kvlab.book import Interrupted, ScoreBook, StopFlag
 from kvlab.calibration import facts
 from kvlab.centring import CentringError
-from kvlab.config import Centring, KVConfig
+from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet
 from kvlab.evals.tasks import build
+from kvlab.layer import Centring
 from kvlab.models import Loaded
 from kvlab.progress import Progress
 from kvlab.runs import Run, listing

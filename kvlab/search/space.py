@@ -13,7 +13,8 @@ from typing import Any
 import optuna
 
 from kvlab.codecs import Affine, Codec, Fp8, Raw
-from kvlab.config import Centring, KVConfig, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import Centring, ModelShape
 from kvlab.policies import AttentionMass, Budget, Fraction, KeyDiff, Recency, Scorer, TopK, Unlimited, WindowAttention
 from kvlab.policies.base import Scope
 from kvlab.search.workload import Workload

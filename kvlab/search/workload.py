@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvlab.config import KVConfig, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

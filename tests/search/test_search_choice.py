@@ -9,8 +9,9 @@ import pytest
 import torch
 from standin import LOADED, StandInSession, damage, harmed, luck
 
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.evals.item import Item
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import AttentionMass, WindowAttention
 from kvlab.report import document as report
 from kvlab.report.frames import tables

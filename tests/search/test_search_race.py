@@ -15,8 +15,9 @@ from standin import StandIn, harmed, items
 
 from kvlab.book import Interrupted
 from kvlab.codecs import Affine, Fp8, Raw
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
 from kvlab.evals.item import Item
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import Fraction
 from kvlab.runs import Run
 from kvlab.search.race import ROLE, Race, Racer, Trial, finalists

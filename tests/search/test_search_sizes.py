@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvlab.codecs import Affine
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import Fraction
 from kvlab.search.settings import Request, UsageError, families
 from kvlab.search.sizes import human, parse_budget

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvlab.codecs import Affine, Fp8, Raw
-from kvlab.config import KVConfig, LayerShape, ModelShape
+from kvlab.config import KVConfig
+from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import Dense, Fraction, Recency, TopK
 from kvlab.search.space import KEY_AXES, SCHEMES, SCORERS, Space
 from kvlab.search.workload import Workload
