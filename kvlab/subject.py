@@ -314,7 +314,7 @@ class LocalSubject:
                     )
                     self.counters.configs.add(config.id)
                     self.counters.item_scores += 1
-                    yield dataclasses.replace(row, measured_bytes=size)
+                    yield dataclasses.replace(row, measured_bytes=size, implementation=cache.implementation)
 
     @torch.no_grad()
     def _decode(self, batch: Sequence[_Question], caches: list[KVCache]) -> list[tuple[str, int]]:

@@ -218,6 +218,7 @@ def test_rows_say_what_they_are(loaded, rows) -> None:
         assert row.measured_bytes == row.predicted_bytes > 0
         assert row.raw16_bytes == len(item.context) * 2 * 64 * 2 * 2  # layers, head dim, K and V, two bytes
         assert row.seconds > 0
+        assert row.implementation == "torch"  # several queries at once
         if config == BASELINE:
             assert row.kl is None
             assert row.top1 is None
@@ -443,6 +444,14 @@ def _upto(text: str, stop: str) -> str:
     shown = next(n for n, c in enumerate(text) if not c.isspace())
     at = text.find(stop, shown)
     return text if at < 0 else text[:at]
+
+
+def test_rows_of_real_decoding_name_what_attended(tmp_path) -> None:
+    pytest.importorskip("numba")
+    for dtype, implementation in (("float32", "numba"), ("float64", "torch")):
+        narrow = models.load(str(save_tiny(tmp_path / dtype)), dtype=dtype, device="cpu")
+        (row,) = subject(narrow).generate([_asked(ITEMS[0], max_new_tokens=3)], INT4)
+        assert row.implementation == implementation
 
 
 def test_generation_stops_at_stop_strings_and_limits_row_by_row(loaded) -> None:

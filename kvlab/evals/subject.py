@@ -24,7 +24,8 @@ class ItemScore:
     forcing; `nll` is nats per answer token of answers[0] (NaN is allowed in form `generate` only, where nothing is
     forced); `kl` (nats) and `top1` compare with the full cache at the
     answer positions and are None where the row is the full cache itself. Bytes are those of the cache right after the
-    context: measured over storages, predicted by the config, and what 16-bit storage would take.
+    context: measured over storages, predicted by the config, and what 16-bit storage would take. `implementation` is
+    what computed attention over the cache: torch, numba or triton.
     """
 
     config_id: str
@@ -48,6 +49,7 @@ class ItemScore:
     predicted_bytes: int
     raw16_bytes: int
     seconds: float
+    implementation: str = "torch"
 
     def __post_init__(self) -> None:
         for kind, value, known in (
