@@ -107,7 +107,9 @@ def _centrings(subject: LocalSubject) -> tuple[Centring, ...]:
 def plan(session: Session) -> tuple[Sizes, Speed, int]:
     """Sizes for the requested minutes, from speeds measured on the first items; and the threads that gave them."""
     anchors = session.space.anchors()
-    speed, threads = fastest(session.subject, session.items("search", 4), [BASELINE, *anchors.values()])
+    # Anchors store and read plainly; trials also evict, centre and share budgets, which takes longer.
+    tried = dict.fromkeys([BASELINE, *anchors.values(), *session.space.first_configs()])
+    speed, threads = fastest(session.subject, session.items("search", 4), list(tried))
     request = session.request
     sizes = fit(request.minutes, speed, len(request.families), len(anchors))
     return with_wishes(sizes, request.trials, request.items), speed, threads

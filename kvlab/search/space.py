@@ -200,6 +200,11 @@ class Space:
             {"scheme": "raw", "evict": "window", "fill": 1.0, "read": READ[1]},
         ]
 
+    def first_configs(self) -> list[KVConfig]:
+        """What the first trials try."""
+        found = [self.config(optuna.trial.FixedTrial(params)) for params in self.first_trials()]
+        return [config for config in found if config is not None]
+
     def control(self) -> KVConfig:
         """Known to be bad: 2-bit keys and values per token and a quarter of the tokens. It must fail."""
         int2 = Affine(bits=2, group=self._group(32))

@@ -271,3 +271,12 @@ def test_the_hash_changes_with_the_settings_of_the_space(monkeypatch, name, valu
     before = space().hash
     monkeypatch.setattr(f"kvlab.search.space.{name}", value)
     assert space().hash != before
+
+
+@pytest.mark.parametrize(("dim", "budget"), [(64, 600 * 10**6), (80, 10**9), (64, 10**13)])
+def test_first_configs_are_those_of_the_first_trials(dim, budget) -> None:
+    s = space(dim, budget)
+    configs = s.first_configs()
+    assert 5 <= len(configs) <= len(s.first_trials())
+    assert {c.budget.evicts for c in configs} >= {budget < 10**13}
+    assert all(s.workload.bytes(c, s.shape) <= budget for c in configs)
