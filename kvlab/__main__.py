@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "search": (_search, "find the compression that fits a memory budget, and judge it"),
     "sweep": (_sweep, "judge named storage formats, through a notebook"),
     "report": (_report, "show a run: tables, figure, one HTML page"),
-    "bench": (_bench, "check the engine: identity and bytes"),
+    "bench": (_bench, "check and time the engine: identity, bytes, decode, kernels"),
     "ls": (_ls, "list runs with their state and verdict"),
 }
 

@@ -35,7 +35,7 @@ def tree():
 
 def test_there_are_two_commands_and_each_is_one_line_that_sets_up_and_goes():
     commands = [line for block in blocks("bash") for line in block.splitlines()]
-    setup = r"python3 -m venv \.venv && \.venv/bin/pip install -q -c constraints\.txt -e (\.|'\.\[test\]') && "
+    setup = r"python3 -m venv \.venv && \.venv/bin/pip install -q -c constraints\.txt -e '\.\[(cpu|test)\]' && "
     assert len(commands) == 2
     assert re.fullmatch(setup + r"\.venv/bin/python -m kvlab\.search --budget-gb 6", commands[0])
     assert re.fullmatch(setup + r"\.venv/bin/python -m pytest -q -n auto", commands[1])
@@ -78,7 +78,8 @@ def test_words_and_margins_are_those_of_the_code():
 
 def test_ci_takes_its_command_from_here(tmp_path):
     script = (ROOT / ".ci" / "run").read_text()
-    assert "pytest -q" not in script
+    # the whole suite by the README's words alone; what CI adds names its folders
+    assert all("pytest -q" not in line or " tests/kernels " in line for line in script.splitlines())
     # a stand-in for python3 would be the whole run; the extraction is what can go wrong
     body = script.split("<<'PYTHON'\n")[1].split("\nPYTHON")[0]
     done = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, check=True)
