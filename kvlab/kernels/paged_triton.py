@@ -56,7 +56,7 @@ def target_of(device: torch.device) -> Target:
 # one, two and three tiles in flight, and even numbers no more than the odd one below.
 _BY_BITS: dict[int, LaunchOptions] = {
     2: LaunchOptions(128, 4, 5),
-    3: LaunchOptions(64, 4, 5),
+    3: LaunchOptions(64, 4, 3),
     4: LaunchOptions(64, 4, 5),
     8: LaunchOptions(64, 4, 5),
     16: LaunchOptions(64, 4, 3),
@@ -78,8 +78,12 @@ def launch_options(
     if bits <= 8 and all(f.kind == "affine" and f.axis == "token" and f.group == head_dim for f in (key, value)):
         # One 16-bit scale a token is too narrow to be copied ahead; in wide tiles each thread reads fewer of them.
         options = LaunchOptions(128, 4, 3)
-    if head_dim > 128 or centred:  # centring reads a float32 row of the trig table for each token
+    if centred:  # a float32 row of the trig table is read for each token
         options = options._replace(tile=max(32, options.tile // 2), stages=3)
+    elif head_dim > 128:
+        options = options._replace(tile=max(32, options.tile // 2), stages=5)
+    elif head_dim <= 64 and bits == 16:
+        options = options._replace(warps=8)  # with four, triton 3.6 spills on sm_80
     if target.backend == "hip":
         options = options._replace(tile=min(64, options.tile), stages=2)
     return options
