@@ -13,13 +13,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvlab.cache import AttentionCall, Handle, KVCache, Mode, SeamError, cache_kwarg
+from kvlab.attending import AttentionCall, SeamError
+from kvlab.cache import Handle, KVCache, Mode, cache_kwarg
 from kvlab.centring import Centres, Rotaries, bias_centres, find_rotaries, key_advice
 from kvlab.config import KVConfig
 from kvlab.kernels.attend import attend_reference
 from kvlab.kernels.dispatch import Impl
-from kvlab.once import once
 from kvlab.layer import Centring, LayerShape, ModelShape
+from kvlab.once import once
 from kvlab.policies import Dense
 from kvlab.stacked import StackedLayer
 
@@ -95,7 +96,7 @@ def attention(
 
 
 def _split(mask: Tensor, new: int) -> tuple[list[int], Tensor]:
-    """How many tokens of each row a padding mask counts before the last `new`, and which of those are real, as a copy."""
+    """How many tokens of each row a padding mask counts before the last `new`, and a copy of what it says of those."""
     return mask[:, :-new].sum(1).tolist(), mask[:, -new:].to("cpu", torch.bool, copy=True)
 
 

@@ -76,7 +76,7 @@ def _store(
     raw: torch.dtype,
     centre: Centre | None,
 ) -> None:
-    """Append the first `lengths` of each head's tokens: codes by one launch for K and one for V where launches serve."""
+    """Append the first `lengths` of each head's tokens. Where launches serve, one encodes and writes K and one V."""
     sides = {
         "k": (config.key, tokens.keys if centre is None else centre.take_out(tokens.keys, tokens.positions, seen)),
         "v": (config.value, tokens.values),

@@ -2,14 +2,14 @@
 own; which rows may go together and when is decided here, what a step does to them is the rows' business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvlab.kernels import paged
-from kvlab.kernels.dispatch import Impl, choose
+from kvlab.kernels.dispatch import Impl, on_pages
 from kvlab.row import Row
 from kvlab.selecting import Choice
 
@@ -49,27 +49,21 @@ class Launch:
         return self._found
 
 
-def launches(impl: Impl, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether single tokens of `dtype` are served by launches there.
+def launch_groups(
+    rows: Sequence[Row], which: Sequence[int], q: Float[Tensor, "B H Q D"], impl: Impl | None = None
+) -> list[list[int]]:
+    """Those of `which` rows that launches serve, one list for each launch: one pool, one config, as many sinks.
 
+    A row is served so when it has one new token and a past, and its pool has pages. `impl` is by default the pool's.
     Raises ValueError when "triton" is asked for and cannot run on the device, saying what is in the way.
     """
-    if impl not in ("auto", "triton") or dtype == torch.float64:
-        return False
-    return choose(impl, ("triton", "torch"), device) == "triton"
-
-
-def together(rows: Sequence[Row], q: Float[Tensor, "B H Q D"], impl: Impl = "auto") -> bool:
-    """Whether a step of these rows is one launch: a lone token for each, one pool, one config, as many sinks."""
-    first = rows[0]
-    return (
-        launches(impl, q.device, q.dtype)
-        and q.shape[2] == 1
-        and not q.requires_grad
-        and all(row.seen and row.table.pool is first.table.pool and row.config == first.config for row in rows)
-        and all(row.n_sinks == first.n_sinks for row in rows)
-        and first.table.pool.n_pages > 0
-    )
+    groups: dict[Hashable, list[int]] = {}
+    for b in which:
+        row, pool = rows[b], rows[b].table.pool
+        serves = on_pages(impl or pool.impl, q.device, q.dtype) == "triton"
+        if serves and q.shape[2] == 1 and not q.requires_grad and row.seen and pool.n_pages:
+            groups.setdefault((id(pool), row.config, row.n_sinks), []).append(b)
+    return list(groups.values())
 
 
 def attend_together(
@@ -82,7 +76,6 @@ def attend_together(
     softcap: float | None = None,
     sink_logits: Float[Tensor, " H"] | None = None,
     observe: bool = True,
-    impl: Impl = "auto",
 ) -> tuple[Float[Tensor, "B H 1 E"], list[Tensor | None]]:
     """`Row.attend` of every row: outputs, and each row's attention mass where its config tracks it."""
     config = rows[0].config
@@ -101,7 +94,7 @@ def attend_together(
         centring=_centring(rows, q[:, :, 0] * scale),
         chosen=_chosen(rows, choices),
         mass=by_attention,
-        impl="triton" if impl == "auto" else impl,
+        impl="triton",
     )
     masses: list[Tensor | None] = [None] * len(rows)
     for b, row in enumerate(rows):
@@ -111,6 +104,8 @@ def attend_together(
             masses[b] = torch.cat(parts, dim=1) * float(weights[0])
         elif weights is not None:
             masses[b] = row.selected_mass(choices[b], 1)
+        elif observe:
+            masses[b] = row.observed_queries(q[b], scale)
     return decoded.out.unsqueeze(2), masses
 
 
@@ -128,7 +123,7 @@ def _raw(rows: Sequence[Row], k: Tensor, v: Tensor) -> paged.Fresh:
             parts = [part[i].to(new.dtype) for part in (row.sinks, row.window()) if part]
             side[b, :, : counts[b]] = torch.cat([*parts, new[b]], dim=1)
         sides.append(side)
-    return paged.Fresh(sides[0], sides[1], torch.tensor(counts, dtype=torch.int32).to(k.device))
+    return paged.Fresh(sides[0], sides[1], torch.tensor(counts, dtype=torch.int32).to(k.device, non_blocking=True))
 
 
 def _centring(rows: Sequence[Row], scaled: Float[Tensor, "B H D"]) -> paged.Centring | None:

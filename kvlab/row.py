@@ -13,6 +13,7 @@ from kvlab.codecs.base import Packed, to_raw
 from kvlab.evicting import Leaving, flush
 from kvlab.kernels import attend as kernel
 from kvlab.kernels.dispatch import Impl
+from kvlab.kernels.pages_step import fold_mass
 from kvlab.kernels.prompt import attend_prompt, prompt_mass, query_blocks
 from kvlab.kernels.rope import Rotary
 from kvlab.kernels.rowwise import runs_compiled
@@ -181,7 +182,7 @@ class Row:
         The mass is [N, stored + sinks + window + Q], in that column order. `impl` says how a lone token is served,
         by default the pool's.
         """
-        impl = impl or self.table.pool.impl
+        served_by: Impl = impl or self.table.pool.impl
         n_queries, scorer = q.shape[1], self.config.scorer
         tracked = observe and self.config.tracks_mass
         weights = scorer.query_weights(n_queries).to(q.device) if tracked and not scorer.reads_selection else None
@@ -192,10 +193,11 @@ class Row:
             if tracked and weights is None:
                 return out, all_read(*k.shape[:2], n_queries - 1, k.device)
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
-        choice = self.select(q, observe)
         # Compiled code has no gradient: where one is wanted, torch attends.
         lone = n_queries == 1 and not (q.requires_grad or k.requires_grad or v.requires_grad)
-        if lone and runs_compiled(impl, q.device, q.dtype, self.raw):
+        compiled = lone and runs_compiled(served_by, q.device, q.dtype, self.raw)
+        choice = self.select(q, observe, compiled)
+        if compiled:
             held = ((self.sinks, self.n_sinks), (self._window, self.n_window))
             raw = [(pair[0], pair[1], count) for pair, count in held if pair]
             raw.append((k, v, 1))
@@ -210,9 +212,9 @@ class Row:
             mass = self.selected_mass(choice, n_queries)
         return served, mass
 
-    def select(self, q: Float[Tensor, "H Q D"], observe: bool = True) -> Choice | None:
+    def select(self, q: Float[Tensor, "H Q D"], observe: bool = True, compiled: bool = False) -> Choice | None:
         """The chunks of pages that new queries read; None where all are. `commit` remembers what is observed."""
-        choice = choose(self.config, self.table, q, self.seen, self._remembered, self._key_term())
+        choice = choose(self.config, self.table, q, self.seen, self._remembered, self._key_term(), compiled)
         if observe:
             self._choice = choice
         return choice
@@ -296,8 +298,12 @@ class Row:
             return None
         if mass is None:
             raise ValueError("this config tracks attention mass: commit needs what attend or a snapshot observed")
-        fold, stored = self.config.scorer.fold, self.table.length
-        if stored:
+        scorer, stored = self.config.scorer, self.table.length
+        fold = scorer.fold
+        if stored and n_new == 1 and not scorer.reads_selection and runs_compiled("auto", mass.device, mass.dtype):
+            pages = self.table.pool.streams["mass"]
+            fold_mass(pages, self.table.index(), self.table.counts, scorer.carry(n_new), mass)
+        elif stored:
             old = self.table.gather(["mass"])["mass"][..., 0]
             self.table.write("mass", fold(old, mass[:, :stored], n_new).unsqueeze(-1))
         if self._mass is not None and self.n_window:

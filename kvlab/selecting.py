@@ -13,6 +13,8 @@ from torch import Tensor
 from kvlab.centre import Centre, KeyTerm, Places
 from kvlab.kernels import chunk_pages
 from kvlab.kernels import chunks as kernel
+from kvlab.kernels.hadamard import hadamard
+from kvlab.kernels.pages_step import select_chunks
 from kvlab.layer import LayerConfig
 from kvlab.policies import TopK
 from kvlab.store import PageTable
@@ -77,11 +79,12 @@ def choose(
     seen: int,
     remembered: Remembered | None,
     key_term: KeyTerm | None = None,
+    compiled: bool = False,
 ) -> Choice | None:
     """What the queries at positions seen, seen + 1, ... read of a table; None where that is everything.
 
     Positions are dealt into blocks of `select_every`. A block's first query selects for all of it; so does the first
-    query after the pages changed, `remembered` being None then.
+    query after the pages changed, `remembered` being None then. A lone query may select by `compiled` code.
     """
     reader = config.reader
     if not isinstance(reader, TopK) or reader.chosen(n := -(-table.length // reader.chunk)) == n:
@@ -95,27 +98,52 @@ def choose(
     starts = starts[1:] if goes_on else starts
     parts = [remembered.chunks.unsqueeze(1)] if goes_on and remembered is not None else []
     if starts:
-        parts.append(_selected(config, table, q[:, starts], reader, key_term))
+        lone = compiled and len(starts) == 1 and reader.summaries
+        parts.append(_stepped(table, q, reader) if lone else _selected(config, table, q[:, starts], reader, key_term))
     return Choice(torch.cat(parts, dim=1), block_of, reader.chunk, last)
+
+
+def _stepped(table: PageTable, q: Float[Tensor, "H 1 D"], reader: TopK) -> Int[Tensor, "N 1 K"]:
+    """As `_selected` for one query, from the pages as they lie."""
+    counts = [-(-count // reader.chunk) for count in table.counts]
+    budgets, width = [reader.chosen(count) if count else 0 for count in counts], reader.chosen(max(counts))
+    summaries = [table.pool.streams[f"k.{name}"] for name in reader.summaries]
+    return select_chunks(q[:, 0], summaries, table.index(), counts, budgets, width).unsqueeze(1)
 
 
 def _selected(
     config: LayerConfig, table: PageTable, q: Float[Tensor, "H B D"], reader: TopK, key_term: KeyTerm | None
 ) -> Int[Tensor, "N B K"]:
-    counts, n_chunks = torch.tensor(table.counts, device=q.device), -(-table.length // reader.chunk)
-    impl, streams, fmt = table.pool.works(q.dtype), key_streams(table), config.key.stored_as(q.shape[2])
-    # Summed over the query heads of a KV head, from summaries alone.
-    scores = chunk_pages.scores(
-        q[None], streams, fmt, table.index()[None], counts[None], reader.chunk, reader.bound, impl=impl
-    )[0, ..., :n_chunks]
+    counts = torch.tensor([-(-count // reader.chunk) for count in table.counts], device=q.device)
+    scores = _scores(config, table, q, counts)
     if key_term is not None and reader.bound == "codec":
         # The codec's scales bound what is left of a key when its centre is out; what the centre adds is known exactly.
         scores = scores + _greatest_term(key_term, table, q, reader.chunk).to(scores.dtype)
-    counts = ((counts + reader.chunk - 1) // reader.chunk).unsqueeze(1).expand(-1, q.shape[1])
+    counts = counts.unsqueeze(1).expand(-1, q.shape[1])
     return kernel.select(scores, counts, **reader.share, forced_first=1, forced_last=1)
 
 
-def key_streams(table: PageTable) -> dict[str, Tensor]:
+def _scores(config: LayerConfig, table: PageTable, q: Tensor, counts: Tensor) -> Float[Tensor, "N B C"]:
+    """Scores of every chunk from summaries alone, summed over the query heads of a KV head."""
+    reader, fmt = config.reader, config.key.stored_as(q.shape[2])
+    assert isinstance(reader, TopK)
+    if table.pool.works(q.dtype) == "triton":
+        where, size = (table.index()[None], counts[None] * reader.chunk), reader.chunk
+        scores = chunk_pages.scores(q[None], _key_streams(table), fmt, *where, size, reader.bound, impl="triton")
+        return scores[0, ..., : -(-table.length // size)]
+    if reader.bound == "mean":
+        return kernel.mean_scores(q, table.gather(["k.mean"])["k.mean"], counts)
+    if reader.bound == "minmax":
+        held = table.gather(["k.min", "k.max"])
+        return kernel.bound_scores(q, kernel.Bounds(held["k.min"], held["k.max"]), counts)
+    held = table.gather([f"k.{name}" for name in fmt.names if name != "codes"])
+    bounds = kernel.codec_bounds(held["k.scale"], held.get("k.zero"), fmt.groups)
+    # Keys that their codec rotates are bounded where they are rotated; so must the query be.
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    return kernel.bound_scores(hadamard(wide) if fmt.hadamard else wide, bounds, counts)
+
+
+def _key_streams(table: PageTable) -> dict[str, Tensor]:
     """The pool's streams of K and their summaries, by the names kernels know."""
     return {name[2:]: stream for name, stream in table.pool.streams.items() if name.startswith("k.")}
 
@@ -149,7 +177,7 @@ def summarise(
         begin = first * reader.chunk
         lacking = None if centre is None else centre.term(_places(config, table, these, counts - begin), None, wide)
         chunk_pages.summarise(
-            key_streams(table), config.key.stored_as(width), table.index()[None], torch.full_like(counts, begin)[None],
+            _key_streams(table), config.key.stored_as(width), table.index()[None], torch.full_like(counts, begin)[None],
             counts[None], table.length - begin, reader.chunk, added=None if lacking is None else lacking[None],
             impl="triton",
         )  # fmt: skip

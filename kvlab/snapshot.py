@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from kvlab.attach import Attachment, cache_kwarg
-from kvlab.cache import AttentionCall, Handle, KVCache, KVLayer
+from kvlab.attending import AttentionCall
+from kvlab.cache import Handle, KVCache, KVLayer
 from kvlab.centre import joined
 from kvlab.config import KVConfig
 from kvlab.kernels.prompt import attend_prompt, prompt_mass

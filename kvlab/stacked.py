@@ -8,7 +8,10 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvlab.cache import UNATTENDED, AttentionCall, Handle, KVCache, KVLayer, SeamError, attend_rows
+from kvlab.attending import AttentionCall, SeamError, attend_rows
+from kvlab.cache import UNATTENDED, Handle, KVCache, KVLayer
+from kvlab.launching import Launch
+from kvlab.once import on_host
 from kvlab.row import Row
 
 
@@ -24,6 +27,7 @@ class StackedLayer(CacheLayerMixin):
         self.parts, self.owner = parts, owner
         self.is_initialized = True
         self._pending: Handle | None = None
+        self._launches: dict[int, Launch] = {}
 
     @property
     def rows(self) -> list[Row]:
@@ -49,12 +53,14 @@ class StackedLayer(CacheLayerMixin):
 
     def attend(self, call: AttentionCall) -> Tensor:
         owner = self.owner
-        out = attend_rows(self.rows, call._replace(valid=owner.valid), owner.read_only)
+        rows = self.rows
+        valid = None if owner.valid is None else on_host(owner.valid, rows[0].seen)
+        out = attend_rows(rows, call._replace(valid=valid), owner.read_only, launches=self._launches)
         if not owner.read_only:
             first = 0
             for part in self.parts:
                 # A cache of one row takes its real tokens, so that it can go on alone without a mask.
-                real = None if owner.valid is None or len(part.rows) > 1 else owner.valid[first]
+                real = None if valid is None or len(part.rows) > 1 else valid[first]
                 part.seen += call.q.shape[2] if real is None else int(real.sum())
                 first += len(part.rows)
                 part.settle()

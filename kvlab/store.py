@@ -1,7 +1,8 @@
 """Paged, packed storage: a pool of pages and, per sequence, one table of pages for each KV head.
 
 A page holds P tokens of one head: every stream of the K and V codecs, positions and attention mass where needed.
-Heads may hold different numbers of tokens. The store moves bytes; it does not know what they mean.
+Heads may hold different numbers of tokens. The store moves bytes; it does not know what they mean. Its pool says what
+works on the pages, for whoever does.
 """
 
 import itertools
@@ -12,13 +13,21 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlab.codecs import Stream
+from kvlab.kernels.compact import compact
+from kvlab.kernels.dispatch import Impl, on_pages
 
 
 class PagePool:
-    """Pages of one kind, shared by the sequences of a layer. Grows by doubling; `fit` gives the slack back."""
+    """Pages of one kind, shared by the sequences of a layer. Grows by doubling; `fit` gives the slack back.
 
-    def __init__(self, streams: Mapping[str, Stream], page_tokens: int, device: torch.device) -> None:
-        self.page_tokens = page_tokens
+    `impl` is what was asked to work on them, see `works`.
+    """
+
+    def __init__(
+        self, streams: Mapping[str, Stream], page_tokens: int, device: torch.device, impl: Impl = "auto"
+    ) -> None:
+        self.page_tokens, self.device = page_tokens, device
+        self.impl: Impl = impl
         self.layout = dict(streams)
         self.streams = {
             name: torch.empty(0, s.rows, s.width, dtype=s.dtype, device=device) for name, s in self.layout.items()
@@ -26,6 +35,10 @@ class PagePool:
         self.free: list[int] = []
         self.n_pages = 0
         self.moves = 0  # how often the streams were rebuilt: views of them are void after it
+
+    def works(self, dtype: torch.dtype = torch.float32) -> str:
+        """What encodes tokens of `dtype` into these pages, moves and reads them. Raises ValueError as `on_pages`."""
+        return on_pages(self.impl, self.device, dtype)
 
     @property
     def page_bytes(self) -> int:
@@ -111,7 +124,7 @@ class PageTable:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.pool.streams.values())).device
+        return self.pool.device
 
     def append(self, packed: Mapping[str, Tensor], lengths: list[int] | None = None) -> None:
         """Add tokens to every head: the first `lengths[n]` of head n, all of them by default.
@@ -121,7 +134,13 @@ class PageTable:
         page = self.pool.page_tokens
         tokens = max(x.shape[1] * page // self.pool.layout[name].rows for name, x in packed.items())
         lengths = [tokens] * len(self.pages) if lengths is None else lengths
-        start = list(self.counts)
+        start = self.extend(lengths)
+        for name, rows in packed.items():
+            self.place(name, rows, start, lengths)
+
+    def extend(self, lengths: list[int]) -> list[int]:
+        """Pages for `lengths[n]` more tokens of head n, to be written by the caller. Returns where they start."""
+        page, start = self.pool.page_tokens, list(self.counts)
         self.counts = [old + new for old, new in zip(start, lengths, strict=True)]
         missing = [-(-count // page) - len(held) for count, held in zip(self.counts, self.pages, strict=True)]
         fresh = self.pool.alloc(sum(missing))
@@ -129,10 +148,9 @@ class PageTable:
             held += fresh[:more]
             fresh = fresh[more:]
         self._index = None
-        for name, rows in packed.items():
-            self._place(name, rows, start, lengths)
+        return start
 
-    def _place(self, name: str, rows: Tensor, start: list[int], lengths: list[int]) -> None:
+    def place(self, name: str, rows: Tensor, start: list[int], lengths: list[int]) -> None:
         """Write the rows of the first `lengths[n]` tokens of head n from token `start[n]` on."""
         index, stream, page = self.index(), self.pool.streams[name], self.pool.page_tokens
         if index.numel() == 0:
@@ -141,8 +159,16 @@ class PageTable:
         flat_stream = stream.view(-1, stream.shape[2])
         order = torch.arange(rows.shape[1], device=self.device)
         if len(set(start)) == 1 and len(set(lengths)) == 1:
-            at = order[: -(-lengths[0] * per_page // page)] + start[0] * per_page // page
-            flat_stream[index[:, at // per_page] * per_page + at % per_page] = rows[:, : len(at)].to(stream.dtype)
+            begin, count = start[0] * per_page // page, -(-lengths[0] * per_page // page)
+            rows = rows[:, :count].to(stream.dtype)
+            # Whole pages by page: a fraction of the copies, and these are what eviction moves.
+            whole = 0 if begin % per_page else count // per_page
+            if whole:
+                first = begin // per_page
+                stream[index[:, first : first + whole]] = rows[:, : whole * per_page].unflatten(1, (whole, per_page))
+            if whole * per_page < count:
+                at = order[whole * per_page : count] + begin
+                flat_stream[index[:, at // per_page] * per_page + at % per_page] = rows[:, whole * per_page :]
             return
         first, count = (
             torch.tensor([-(-x * per_page // page) for x in xs], device=self.device).unsqueeze(1)
@@ -184,7 +210,7 @@ class PageTable:
     def write(self, name: str, rows: Tensor, start: int = 0) -> None:
         """Replace one stream from token `start` of every head on, in the shape `gather` returns."""
         begin = [min(start, count) for count in self.counts]
-        self._place(name, rows, begin, [count - first for count, first in zip(self.counts, begin, strict=True)])
+        self.place(name, rows, begin, [count - first for count, first in zip(self.counts, begin, strict=True)])
 
     def keep(self, kept: Int[Tensor, "N K"], unit_tokens: int = 1, lengths: list[int] | None = None) -> None:
         """Keep only `kept` (ascending), moving codes without re-rounding, and free the rest.
@@ -193,6 +219,9 @@ class PageTable:
         n's indices count, all of them by default. Derived streams follow whole pages only.
         """
         per_page = self.pool.page_tokens // unit_tokens
+        if self.pool.works() == "triton":
+            self._close_up(kept, unit_tokens, lengths or [kept.shape[1]] * len(self.pages))
+            return
         moved = {}
         for name, rows in self.gather(
             [n for n, s in self.pool.layout.items() if not s.derived or per_page == 1]
@@ -203,6 +232,21 @@ class PageTable:
         self.clear()
         if moved:
             self.append(moved, None if lengths is None else [n * unit_tokens for n in lengths])
+
+    def _close_up(self, kept: Tensor, unit_tokens: int, lengths: list[int]) -> None:
+        """As `keep`, where the tokens are: whole pages by their ids alone, single ones to the front of their head's."""
+        page = self.pool.page_tokens
+        if unit_tokens == page:
+            stay = [[held[i] for i in row[:n]] for held, row, n in zip(self.pages, kept.tolist(), lengths, strict=True)]
+        else:
+            moving = {name: x for name, x in self.pool.streams.items() if not self.pool.layout[name].derived}
+            counts = torch.tensor(lengths, device=self.device)
+            compact(moving, self.index()[None], kept[None], counts[None], impl="triton")
+            stay = [held[: -(-n // page)] for held, n in zip(self.pages, lengths, strict=True)]
+        gone = {p for held in self.pages for p in held} - {p for held in stay for p in held}
+        self.pool.release(list(gone))
+        self.pages, self.counts = stay, [n * unit_tokens for n in lengths]
+        self._index = None
 
     def heads(self, which: slice) -> "PageTable":
         """A table of some of the heads, over the same pages."""

@@ -41,6 +41,7 @@ CHECKED = (
     "kvlab.reading",
     "kvlab.stepping",
     "kvlab.row",
+    "kvlab.attending",
     "kvlab.cache",
     "kvlab.stacked",
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvlab.centre import Centre
 from kvlab.config import KVConfig
+from kvlab.kernels.dispatch import Impl
 from kvlab.kernels.rope import Rotary
 from kvlab.layer import LayerShape
 from kvlab.row import Row
@@ -23,19 +24,21 @@ def make_row(
     dtype: torch.dtype = torch.float64,
     layer: int = 0,
     pool: PagePool | None = None,
+    impl: Impl = "auto",
+    device: torch.device = CPU,
 ) -> Row:
     """An empty row of `layer`, on a pool of its own if none is given."""
     rule, raw = config.at(layer), config.raw(dtype)
-    pool = pool or PagePool(rule.streams(LayerShape(heads, head_dim, head_dim), raw), rule.page_tokens, CPU)
-    centre = make_centre(heads, head_dim)
+    pool = pool or PagePool(rule.streams(LayerShape(heads, head_dim, head_dim), raw), rule.page_tokens, device, impl)
+    centre = make_centre(heads, head_dim, pool.device)
     return Row(rule, pool, heads, raw, None if config.centring == "none" else centre, centre.rotary)
 
 
-def make_centre(heads: int, head_dim: int) -> Centre:
+def make_centre(heads: int, head_dim: int, device: torch.device = CPU) -> Centre:
     """A centre a good deal louder than the keys, whose last two dims do not turn."""
     mu = 4 * torch.randn(heads, head_dim, generator=torch.Generator().manual_seed(17))
     pairs = head_dim // 2 - 1
-    return Centre(mu, Rotary(100.0 ** -(torch.arange(pairs) / pairs), head_dim))
+    return Centre(mu.to(device), Rotary((100.0 ** -(torch.arange(pairs) / pairs)).to(device), head_dim))
 
 
 def term_of(centre: Centre, head: int, position: int) -> Tensor:

@@ -1,5 +1,6 @@
 """A step of several rows in one launch equals each row's own step. Triton runs in its interpreter where no GPU is."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,45 +8,50 @@ import torch
 from rows import Sequence, make_row
 from variants import SOME_CODECS, name_of
 
-from kvlab.cache import AttentionCall, attend_rows
+from kvlab.attending import AttentionCall, attend_rows
 from kvlab.codecs import Affine, Raw
 from kvlab.config import KVConfig
+from kvlab.kernels import paged
+from kvlab.kernels.dispatch import Impl
 from kvlab.launching import Launch
-from kvlab.policies import AttentionMass, Fraction, LastSelected, Threshold, TopK
+from kvlab.policies import AttentionMass, ExpectedAttention, Fraction, LastSelected, Threshold, TopK
 from kvlab.row import Row
 
 HEADS, QUERY_HEADS, DIM = 2, 6, 64
 SCALE = DIM**-0.5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def rows_of(config: KVConfig, lengths: list[int]) -> list[Row]:
-    """Rows of one pool after prompts of these lengths, in float32."""
+def rows_of(config: KVConfig, lengths: list[int], impl: Impl = "torch") -> list[Row]:
+    """Rows of one pool after prompts of these lengths, in float32. `impl` is the pool's."""
     rows: list[Row] = []
     for b, length in enumerate(lengths):
-        row = make_row(config, HEADS, DIM, torch.float32, pool=rows[0].table.pool if rows else None)
-        for q, k, v in sequence(b, length).forwards([length]):
+        pool = rows[0].table.pool if rows else None
+        row = make_row(config, HEADS, DIM, torch.float32, pool=pool, impl=impl, device=DEVICE)
+        for q, k, v in forwards(b, [length]):
             row.commit(k, v, row.attend(q, k, v, SCALE, impl="torch")[1])
         rows.append(row)
     return rows
 
 
-def sequence(seed: int, tokens: int) -> Sequence:
-    return Sequence(tokens, HEADS, QUERY_HEADS, DIM, seed, torch.float32)
+def forwards(seed: int, parts: list[int]) -> Iterator[list[torch.Tensor]]:
+    sequence = Sequence(sum(parts), HEADS, QUERY_HEADS, DIM, seed, torch.float32)
+    return ([x.to(DEVICE) for x in part] for part in sequence.forwards(parts))
 
 
-def step(rows: list[Row], seed: int, impl: Any, launch: Launch | None = None, **more: Any) -> torch.Tensor:
+def step(rows: list[Row], seed: int, launches: dict[int, Launch] | None = None, **more: Any) -> torch.Tensor:
     """One new token for each row, taken in."""
-    new = [next(sequence(100 + seed * 10 + b, 1).forwards([1])) for b in range(len(rows))]
+    new = [next(forwards(100 + seed * 10 + b, [1])) for b in range(len(rows))]
     q, k, v = (torch.stack([x[i] for x in new]) for i in range(3))
-    positions = torch.tensor([[row.seen] for row in rows])
-    return attend_rows(rows, AttentionCall(q, k, v, SCALE, positions=positions, **more), impl=impl, launch=launch)
+    positions = torch.tensor([[row.seen] for row in rows], device=DEVICE)
+    return attend_rows(rows, AttentionCall(q, k, v, SCALE, positions=positions, **more), launches=launches)
 
 
 def agree(config: KVConfig, steps: int = 3, **more: Any) -> None:
-    ours, theirs, launch = rows_of(config, [70, 33]), rows_of(config, [70, 33]), Launch()
+    ours, theirs, launches = rows_of(config, [70, 33], "triton"), rows_of(config, [70, 33]), {}
     for n in range(steps):
-        got = step(ours, n, "triton", launch, **more)
-        want = step(theirs, n, "torch", **more)
+        got = step(ours, n, launches, **more)
+        want = step(theirs, n, **more)
         torch.testing.assert_close(got, want, rtol=3e-3, atol=3e-3)
         for a, b in zip(ours, theirs, strict=True):
             assert a.table.counts == b.table.counts
@@ -89,11 +95,43 @@ def test_centred_keys_get_their_term() -> None:
     agree(settings(key=Affine(4), centring="mean"), steps=2)
 
 
-def test_rows_that_cannot_go_together_go_alone() -> None:
-    config = settings(key=Affine(4))
-    ours = [*rows_of(config, [40]), *rows_of(config, [40])]  # two pools
-    theirs = [*rows_of(config, [40]), *rows_of(config, [40])]
-    torch.testing.assert_close(step(ours, 0, "auto"), step(theirs, 0, "torch"), rtol=1e-4, atol=1e-4)
+def test_queries_are_taken_in_where_the_scorer_asks_for_them() -> None:
+    agree(settings(scorer=ExpectedAttention(horizon=4), budget=Fraction(0.5)), steps=2)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every decode launch from here on."""
+    sizes, decode = [], paged.decode
+    monkeypatch.setattr(paged, "decode", lambda q, *a, **kw: (sizes.append(q.shape[0]), decode(q, *a, **kw))[1])
+    return sizes
+
+
+def test_rows_of_each_pool_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(impl: Impl) -> list[Row]:
+        (a, b), (c,) = rows_of(first, [40, 30], impl), rows_of(second, [50], impl)
+        return [a, c, b]
+
+    first, second = settings(key=Affine(4)), settings(value=Affine(8, group=0))
+    sizes = counted(monkeypatch)
+    torch.testing.assert_close(step(rows("triton"), 0), step(rows("torch"), 0), rtol=3e-3, atol=3e-3)
+    assert sorted(sizes) == [1, 2]
+
+
+def test_rows_without_a_token_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, sizes = rows_of(settings(key=Affine(4)), [40, 30, 35], "triton"), counted(monkeypatch)
+    valid = torch.tensor([[True], [False], [True]], device=DEVICE)
+    out = step(rows, 0, valid=valid)
+    assert sizes == [2]
+    assert [row.seen for row in rows] == [41, 30, 36]
+    assert not out[1].any()
+    assert out[0].any()
+    assert out[2].any()
+
+
+def test_a_mask_that_hides_nothing_hinders_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, sizes = rows_of(settings(key=Affine(4)), [40, 30], "triton"), counted(monkeypatch)
+    step(rows, 0, valid=torch.ones(2, 1, dtype=torch.bool, device=DEVICE))
+    assert sizes == [2]
 
 
 def test_pages_are_looked_up_again_when_a_table_changes() -> None:
@@ -102,7 +140,7 @@ def test_pages_are_looked_up_again_when_a_table_changes() -> None:
     pool.release(pool.alloc(50))  # room, so that no stream has to be rebuilt
     before, moves = launch.pages(rows, (DIM, DIM)), pool.moves
     assert launch.pages(rows, (DIM, DIM)) is before
-    for q, k, v in sequence(9, 40).forwards([40]):
+    for q, k, v in forwards(9, [40]):
         rows[1].commit(k, v, rows[1].attend(q, k, v, SCALE, impl="torch")[1])
     after = launch.pages(rows, (DIM, DIM))
     assert pool.moves == moves

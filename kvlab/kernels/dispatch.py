@@ -53,3 +53,13 @@ def choose(impl: Impl, available: tuple[str, ...] = ("torch", "reference"), devi
     if obstacle is not None:
         raise ValueError(f"impl={impl!r} cannot run: {obstacle}")
     return impl
+
+
+def on_pages(impl: Impl, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """What writes, moves and reads pages on `device` where `impl` was asked for: "triton", or "torch".
+
+    Triton computes in float32, so float64 is for torch; numba attends to single tokens and leaves pages to torch.
+    Raises ValueError as `choose` does.
+    """
+    available = ("torch",) if dtype == torch.float64 else ("triton", "torch")
+    return "torch" if impl == "numba" else choose(impl, available, device)
