@@ -14,7 +14,7 @@ from kvlab.attach import attach, cache_kwarg
 from kvlab.codecs import Affine, Raw
 from kvlab.config import KVConfig
 from kvlab.once import once
-from kvlab.policies import AttentionMass, Budget, Tokens, TopK
+from kvlab.policies import AttentionMass, Budget, KeyNorm, Tokens, TopK
 from kvlab.row import Row
 
 pytest.importorskip("triton")
@@ -104,8 +104,11 @@ def test_kept_tokens_close_up_alike(budget: Budget, launched: list[str]) -> None
 def test_kept_pages_are_renumbered(budget: Budget, launched: list[str]) -> None:
     channel = Affine(4, axis="channel", group=PAGE)
     reader = TopK(bound="mean", count=2, dense_layers=0)
-    config = settings(key=channel, value=channel, scorer=AttentionMass(), budget=budget, reader=reader)
-    same_pages(config, [100, 20, 17])
+    row = same_pages(
+        settings(key=channel, value=channel, scorer=KeyNorm(), budget=budget, reader=reader), [100, 20, 33]
+    )
+    first = row.positions()[0, : row.table.counts[0]]
+    assert first.diff().max() > 1  # a page between others has gone
     assert "compact" not in launched
 
 
