@@ -28,10 +28,10 @@ class Part(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """One stream of K or V: `data` uint8 [pages, P, bytes]; the other arrays are empty where the kind needs none.
+    """One stream of K or V: `data` uint8 [pages * P, bytes]; the other arrays are empty where the kind needs none.
 
-    `scale` and `zero` hold fp16 bits, [pages, rows * width]: one row for each token, or one for the whole page
-    (`by_channel`). `exponent` int8 [pages, P] and `head_scale` [N] are those of fp8, `table` what its 256 bytes mean.
+    `scale` and `zero` hold fp16 bits, flat: so many for each token, or for each whole page (`by_channel`). `exponent`
+    int8 [pages * P] and `head_scale` [N] are those of fp8, `table` what its 256 bytes mean.
     """
 
     kind: int
@@ -69,9 +69,10 @@ _KINDS = {torch.float32: F32_RAW, torch.float16: F16_RAW, torch.bfloat16: BF16_R
 # What stands for an array that a format, or a call, does without.
 _NONE = np.empty(0, np.float32)
 _NO_ROWS = np.empty((0, 0), np.float32)
-_NO_WORDS = np.empty((0, 0), np.uint16)
-_NO_SIGNS = np.empty((0, 0), np.int8)
-_NO_POSITION = np.empty((0, 0, 0), np.int32)
+_NO_WORDS = np.empty(0, np.uint16)
+_NO_SIGNS = np.empty(0, np.int8)
+_NO_POSITION = np.empty(0, np.int32)
+_NO_BYTES = np.empty((0, 0), np.uint8)
 _NO_PART = Part(F32_RAW, np.empty((0, 0, 0), np.uint8), 0)
 
 
@@ -134,14 +135,14 @@ def pages_of(stored: Stored) -> Pages:
         stored.counts.numpy(),
         stored.longest,
         stored.page_tokens,
-        _NO_POSITION if stored.position is None else stored.position.numpy(),
+        _NO_POSITION if stored.position is None else stored.position.flatten().numpy(),
         stored.first,
     )
 
 
 @functools.cache
 def _no_pages(heads: int) -> Pages:
-    nothing = Bytes(F32_RAW, 32, 1, False, 0.0, False, _NO_PART.data, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
+    nothing = Bytes(F32_RAW, 32, 1, False, 0.0, False, _NO_BYTES, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
     index, counts = np.zeros((heads, 0), np.int64), np.zeros(heads, np.int64)
     return Pages(nothing, nothing, index, counts, 0, 1, _NO_POSITION, 0)
 
@@ -158,17 +159,17 @@ def _table(name: str) -> np.ndarray:
 
 
 def _flat_bits(x: Tensor) -> np.ndarray:
-    return x.view(torch.uint16).flatten(1).numpy()
+    return x.view(torch.uint16).flatten().numpy()
 
 
 def _bytes_of(streams: Mapping[str, Tensor], fmt: Format, heads: int) -> Bytes:
     """One stream, sharing its memory."""
     if fmt.kind == "raw":
-        kind, _, _ = part = _part(streams["data"], 0)
-        return Bytes(kind, fmt.bits, 1, False, 0.0, False, part.data, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
-    codes = streams["codes"].numpy()
+        kind, data, _ = _part(streams["data"].flatten(0, 1), 0)
+        return Bytes(kind, fmt.bits, 1, False, 0.0, False, data, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
+    codes = streams["codes"].flatten(0, 1).numpy()
     if fmt.kind == "fp8":
-        signs = _NO_SIGNS if fmt.exponents else streams["exponent"].flatten(1).numpy()
+        signs = _NO_SIGNS if fmt.exponents else streams["exponent"].flatten().numpy()
         scales = _head_scales(fmt, heads) if fmt.exponents else _NONE
         return Bytes(FP8, 8, 1, False, 0.0, fmt.hadamard, codes, _NO_WORDS, _NO_WORDS, signs, scales, _table(fmt.fp8))
     scale, zero = _flat_bits(streams["scale"]), _NO_WORDS

@@ -1,42 +1,21 @@
 """Compiled for CPUs: attention of one query per head straight from the pages, each code unpacked once for all query
-heads of its KV head. Needs numba; nothing is compiled before the first call, and the result is kept on disk. All of it
-is one file because a change of this file is what makes the kept result void.
+heads of its KV head. Needs numba; nothing is compiled before the first call, and the result is kept on disk. All but
+`shared_numba` is one file because a change of this file is what makes the kept result void.
 
 One specialisation serves every format: bytes come in as bytes and a small integer says what they mean, so the branch
 is taken once for a span of tokens and costs nothing. Loops run over slices, from zero, four tokens at a time: the forms
-that compile to vector code. Sums may be reordered; NaN and infinity keep their meaning.
+that compile to vector code.
 """
-
-import logging
 
 import numpy as np
 from numba import njit
 
 from kvlab.kernels.rowwise_arrays import AFFINE, F16_RAW, F32_RAW, FP8
+from kvlab.kernels.shared_numba import FAST, LEAF, as_float, half, kept
 
-# Tokens decoded at once: with head dim 128 these are 8 KiB, a sixth of a first-level cache.
-SPAN = 16
-_FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "nogil": True, "error_model": "numpy"}
-
-
-@njit(inline="always")
-def _as_float(bits):
-    return np.uint32(bits).view(np.float32)
-
-
-@njit(inline="always")
-def _half(h):
-    """fp16 bits as float32, exact; the subnormals by a subtraction, since multiplying them would trap to microcode."""
-    x = np.uint32(h)
-    magnitude = np.uint32(np.uint32(x & np.uint32(0x7FFF)) << np.uint32(13))
-    exponent = np.uint32(magnitude & np.uint32(0x0F800000))
-    value = (
-        _as_float(magnitude + np.uint32(112 << 23))
-        if exponent
-        else _as_float(magnitude + np.uint32(113 << 23)) - np.float32(2.0**-14)
-    )
-    value = _as_float(magnitude | np.uint32(0x7F800000)) if exponent == np.uint32(0x0F800000) else value
-    return -value if x & np.uint32(0x8000) else value
+# Numbers decoded at once, 16 KiB or a third of a first-level cache, and the fewest tokens that this may mean.
+TILE, LEAST = 4096, 16
+LANES = 32
 
 
 @njit(inline="always")
@@ -55,11 +34,11 @@ def _exp(x):
     p = p * r + np.float32(0.5)
     p = p * r + np.float32(1.0)
     p = p * r + np.float32(1.0)
-    power = _as_float(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+    power = as_float(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
     return np.float32(0.0) if x < low else p * power
 
 
-@njit(**_FAST)
+@njit(**FAST)
 def _rotate(x):
     """Each row of x times the block Hadamard matrix, in place."""
     width = x.shape[1]
@@ -76,7 +55,7 @@ def _rotate(x):
         y *= np.float32(1.0 / np.sqrt(block))
 
 
-@njit(**_FAST)
+@njit(**LEAF)
 def _unpack(data, bits, tile):
     """Codes as floats. data [n, bytes], planes as `pack` lays them out."""
     n, width = tile.shape[0], tile.shape[1]
@@ -112,20 +91,20 @@ def _unpack(data, bits, tile):
                     dst[i * top + j] += np.float32(np.int32(((np.int32(src[j]) >> np.int32(i)) & 1) << 2))
 
 
-@njit(**_FAST)
+@njit(**LEAF)
 def _factors(scale, zero, offset, steps, shifts):
     """fp16 bits of scales, and of zeros if there are any, as x = code * step + shift."""
     for i in range(scale.shape[0]):
-        steps[i] = _half(scale[i])
+        steps[i] = half(scale[i])
     if zero.shape[0]:
         for i in range(zero.shape[0]):
-            shifts[i] = _half(zero[i])
+            shifts[i] = half(zero[i])
     else:
         for i in range(scale.shape[0]):
             shifts[i] = -offset * steps[i]
 
 
-@njit(**_FAST)
+@njit(**LEAF)
 def _scale_channels(tile, steps, shifts):
     """Codes in `tile` into values, one step and shift for each channel."""
     for t in range(tile.shape[0]):
@@ -134,7 +113,7 @@ def _scale_channels(tile, steps, shifts):
             dst[d] = dst[d] * steps[d] + shifts[d]
 
 
-@njit(**_FAST)
+@njit(**LEAF)
 def _scale_groups(tile, steps, shifts, group):
     """Codes in `tile` into values, one step and shift for each group of channels of each token."""
     i = 0
@@ -149,22 +128,22 @@ def _scale_groups(tile, steps, shifts, group):
 
 
 # Inlined, here and in `_load`: a stream is a dozen arrays, too many to hand over for every span.
-@njit(forceinline=True, **_FAST)
-def _load_affine(stream, page, start, data, tile, steps, shifts):
-    """Group-wise codes into values."""
+@njit(forceinline=True, **FAST)
+def _load_affine(stream, row, page_tokens, data, tile, steps, shifts):
+    """Group-wise codes into values; into codes where one scale serves a whole token."""
     n, width, group = tile.shape[0], tile.shape[1], stream.group
-    first = 0 if stream.by_channel else start * (width // group)
+    first = row // page_tokens * width if stream.by_channel else row * (width // group)
     many = width if stream.by_channel else n * (width // group)
-    zero = stream.zero[page, first : first + many] if stream.zero.shape[0] else stream.scale[page, :0]
-    _factors(stream.scale[page, first : first + many], zero, np.float32(stream.offset), steps, shifts)
+    zero = stream.zero[first : first + many] if stream.zero.shape[0] else stream.zero
+    _factors(stream.scale[first : first + many], zero, np.float32(stream.offset), steps, shifts)
     _unpack(data, stream.bits, tile)
     if stream.by_channel:
         _scale_channels(tile, steps, shifts)
-    else:
+    elif group != width:
         _scale_groups(tile, steps, shifts, group)
 
 
-@njit(**_FAST)
+@njit(**LEAF)
 def _load_raw(kind, data, tile):
     """Uncompressed tokens, data uint8 [n, bytes], into `tile` [n, D]."""
     n, width = tile.shape[0], tile.shape[1]
@@ -180,32 +159,60 @@ def _load_raw(kind, data, tile):
         bits, dst = halves[t], tile[t]
         if kind == F16_RAW:
             for d in range(width):
-                dst[d] = _half(bits[d])
+                dst[d] = half(bits[d])
         else:
             for d in range(width):
-                dst[d] = _as_float(np.uint32(bits[d]) << np.uint32(16))
+                dst[d] = as_float(np.uint32(bits[d]) << np.uint32(16))
 
 
-@njit(forceinline=True, **_FAST)
-def _load(stream, head, page, start, tile, steps, shifts):
-    """Values of tokens start, start + 1, ... of one page into `tile` [n, D]."""
+@njit(forceinline=True, **FAST)
+def _by_token(stream, width):
+    """Whether a token has one step and shift, which `_load` then leaves to be put on logits and probabilities."""
+    return stream.kind == FP8 or (stream.kind == AFFINE and not stream.by_channel and stream.group == width)
+
+
+@njit(forceinline=True, **FAST)
+def _load(stream, head, row, page_tokens, tile, steps, shifts):
+    """Values of the tokens in rows `row`, `row` + 1, ... into `tile` [n, D]; see `_by_token`."""
     n, width = tile.shape[0], tile.shape[1]
-    data = stream.data[page, start : start + n]
+    data = stream.data[row : row + n]
     if stream.kind == AFFINE:
-        _load_affine(stream, page, start, data, tile, steps, shifts)
+        _load_affine(stream, row, page_tokens, data, tile, steps, shifts)
     elif stream.kind == FP8:
         for t in range(n):
             step = stream.head_scale[head]
             if stream.exponent.shape[0]:
-                step = _as_float(np.uint32(np.int32(stream.exponent[page, start + t]) + np.int32(127)) << np.uint32(23))
+                step = as_float(np.uint32(np.int32(stream.exponent[row + t]) + np.int32(127)) << np.uint32(23))
+            steps[t], shifts[t] = step, np.float32(0.0)
             src, dst = data[t], tile[t]
             for d in range(width):
-                dst[d] = stream.table[src[d]] * step
+                dst[d] = stream.table[src[d]]
     else:
         _load_raw(stream.kind, data, tile)
 
 
-@njit(**_FAST)
+@njit(**LEAF)
+def _stretch(logits, column, sums, steps, shifts, n):
+    """Logits of codes into logits of tokens. `sums` are those of each query."""
+    for g in range(logits.shape[0]):
+        row, total = logits[g, column : column + n], sums[g]
+        for t in range(n):
+            row[t] = row[t] * steps[t] + total * shifts[t]
+
+
+@njit(**LEAF)
+def _weigh(probs, column, steps, shifts, weights, added):
+    """What to mix codes with, and what the tokens' shifts add to every channel."""
+    n = weights.shape[1]
+    for g in range(weights.shape[0]):
+        p, into, total = probs[g, column : column + n], weights[g], np.float32(0.0)
+        for t in range(n):
+            into[t] = p[t] * steps[t]
+            total += p[t] * shifts[t]
+        added[g] += total
+
+
+@njit(**LEAF)
 def _dots(q, tile, logits, column):
     """logits[g, column + t] = q[g] . tile[t], four tokens at a time."""
     n, width = tile.shape[0], tile.shape[1]
@@ -235,7 +242,7 @@ def _dots(q, tile, logits, column):
         t += 1
 
 
-@njit(**_FAST)
+@njit(**LEAF)
 def _mix(probs, column, tile, out):
     """out[g] += sum over t of probs[g, column + t] * tile[t], four tokens at a time."""
     n, width = tile.shape[0], tile.shape[1]
@@ -258,16 +265,26 @@ def _mix(probs, column, tile, out):
         t += 1
 
 
-@njit(**_FAST)
+@njit(**FAST)
 def _softmax(logits, columns, softcap, sinks):
     """In place over the first `columns`; `sinks` [G] take probability and add no value, [0] for none."""
+    lanes = np.empty(LANES, np.float32)
     for g in range(logits.shape[0]):
         row = logits[g, :columns]
         if softcap > 0:
             for t in range(columns):
                 row[t] = softcap * np.float32(np.tanh(row[t] / softcap))
         top = sinks[g] if sinks.shape[0] else np.float32(-np.inf)
-        for t in range(columns):
+        # The greatest of each of LANES columns first: a loop over one number does not compile to vector code.
+        lanes[:] = top
+        whole = columns // LANES * LANES
+        for start in range(0, whole, LANES):
+            part = row[start : start + LANES]
+            for i in range(LANES):
+                lanes[i] = part[i] if part[i] > lanes[i] else lanes[i]
+        for i in range(LANES):
+            top = max(top, lanes[i])
+        for t in range(whole, columns):
             top = max(top, row[t])
         total = np.float32(0.0)
         for t in range(columns):
@@ -281,9 +298,21 @@ def _softmax(logits, columns, softcap, sinks):
             row[t] *= inverse
 
 
-@njit(**_FAST)
-def _spans(selected, chunk, page_tokens, count, starts, ends):
-    """Tokens to read of one head as ranges within pages, at most SPAN long; returns how many ranges."""
+@njit(**LEAF)
+def _share(probs, column, share, into):
+    """`into` += `share` of what all query heads give the columns from `column` on."""
+    for g in range(probs.shape[0]):
+        row = probs[g, column : column + into.shape[0]]
+        for t in range(into.shape[0]):
+            into[t] += row[t] * share
+
+
+@njit(**FAST)
+def _spans(selected, chunk, page_tokens, count, pages, joins, span, starts, sizes, rows):
+    """Tokens to read of one head as `sizes` from `starts` on, which lie in `rows` on; returns how many spans.
+
+    At most `span` long and within a page, or, if one `joins` them, within pages that follow each other.
+    """
     n = 0
     unit = chunk if selected.shape[0] else page_tokens
     units = selected.shape[0] if selected.shape[0] else (count + unit - 1) // unit
@@ -291,22 +320,19 @@ def _spans(selected, chunk, page_tokens, count, starts, ends):
         begin = (selected[u] if selected.shape[0] else u) * unit
         end = min(begin + unit, count)
         while 0 <= begin < end:
-            starts[n], ends[n] = begin, min(begin + SPAN, end)
-            begin += SPAN
-            n += 1
+            row, size = pages[begin // page_tokens] * page_tokens + begin % page_tokens, min(end - begin, span)
+            last = n - 1
+            fits = joins and n > 0 and sizes[last] + size <= span
+            if fits and starts[last] + sizes[last] == begin and rows[last] + sizes[last] == row:
+                sizes[last] += size
+            else:
+                starts[n], sizes[n], rows[n] = begin, size, row
+                n += 1
+            begin += size
     return n
 
 
-def _kept(function):
-    """Compiled at its first call and kept on disk, where numba finds a place that can be written."""
-    try:
-        return njit(cache=True, **_FAST)(function)
-    except RuntimeError as error:
-        logging.getLogger(__name__).warning("compiled anew in every process: %s", error)
-        return njit(**_FAST)(function)
-
-
-@_kept
+@kept
 def attend(q, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift, trig, mass, out):
     """One query for each of H heads, `q` [H, D] scaled already; writes `out` [H, E] and, if it has rows, `mass`.
 
@@ -316,31 +342,38 @@ def attend(q, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift,
     k, v, index, counts, longest, page_tokens, position, first = pages
     heads, width = counts.shape[0], out.shape[1]
     group = q.shape[0] // heads
+    span = max(LEAST, TILE // max(q.shape[1], width))
     total_raw = raw_k[0].count + raw_k[1].count + raw_k[2].count
     units = max((longest + page_tokens - 1) // page_tokens, selected.shape[1])
-    most = units * ((max(page_tokens, chunk) + SPAN - 1) // SPAN)
-    starts, ends = np.empty(most, np.int64), np.empty(most, np.int64)
+    most = units * ((max(page_tokens, chunk) + span - 1) // span)
+    starts, sizes, rows = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    joins = not (k.by_channel or v.by_channel)
     logits = np.empty((group, longest + total_raw), np.float32)
-    k_tile = np.empty((SPAN, q.shape[1]), np.float32)
-    v_tile = np.empty((SPAN, width), np.float32)
-    most = SPAN * max(q.shape[1], width)
+    k_tile = np.empty((span, q.shape[1]), np.float32)
+    v_tile = np.empty((span, width), np.float32)
+    most = span * max(q.shape[1], width)
     steps, shifts = np.empty(most, np.float32), np.empty(most, np.float32)
+    weights, sums, added = np.empty((group, span), np.float32), np.empty(group, np.float32), np.empty(group, np.float32)
+    k_by_token, v_by_token = _by_token(k, q.shape[1]), _by_token(v, width)
     for n in range(heads):
         q_n = q[n * group : (n + 1) * group]
         q_pages = q_n.copy()
         if k.rotated:
             _rotate(q_pages)
-        spans = _spans(selected[n], chunk, page_tokens, counts[n], starts, ends)
+        for g in range(group):
+            sums[g] = q_pages[g].sum()
+        spans = _spans(selected[n], chunk, page_tokens, counts[n], index[n], joins, span, starts, sizes, rows)
         column = 0
         for s in range(spans):
-            begin, size = starts[s], ends[s] - starts[s]
-            page, slot = index[n, begin // page_tokens], begin % page_tokens
+            size = sizes[s]
             tile = k_tile[:size]
-            _load(k, n, page, slot, tile, steps, shifts)
+            _load(k, n, rows[s], page_tokens, tile, steps, shifts)
             _dots(q_pages, tile, logits, column)
+            if k_by_token:
+                _stretch(logits, column, sums, steps, shifts, size)
             if drift.shape[0]:
                 for t in range(size):
-                    at = position[page, slot + t, 0] if position.shape[0] else first + begin + t
+                    at = position[rows[s] + t] if position.shape[0] else first + starts[s] + t
                     for g in range(group):
                         a, b, term = drift[n * group + g], trig[at], np.float32(0.0)
                         for d in range(b.shape[0]):
@@ -349,8 +382,8 @@ def attend(q, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift,
             column += size
         read = column
         for part in raw_k:
-            for begin in range(0, part.count, SPAN):
-                size = min(SPAN, part.count - begin)
+            for begin in range(0, part.count, span):
+                size = min(span, part.count - begin)
                 tile = k_tile[:size]
                 _load_raw(part.kind, part.data[n, begin : begin + size], tile)
                 _dots(q_n, tile, logits, column)
@@ -359,18 +392,26 @@ def attend(q, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift,
         _softmax(logits, column, softcap, sinks)
         mixed = out[n * group : (n + 1) * group]
         mixed[:] = 0
+        added[:] = 0
         column = 0
         for s in range(spans):
-            begin, size = starts[s], ends[s] - starts[s]
+            size = sizes[s]
             tile = v_tile[:size]
-            _load(v, n, index[n, begin // page_tokens], begin % page_tokens, tile, steps, shifts)
-            _mix(logits, column, tile, mixed)
+            _load(v, n, rows[s], page_tokens, tile, steps, shifts)
+            if v_by_token:
+                _weigh(logits, column, steps, shifts, weights[:, :size], added)
+                _mix(weights, 0, tile, mixed)
+            else:
+                _mix(logits, column, tile, mixed)
             column += size
+        if v_by_token:
+            for g in range(group):
+                mixed[g] += added[g]
         if v.rotated:
             _rotate(mixed)
         for part in raw_v:
-            for begin in range(0, part.count, SPAN):
-                size = min(SPAN, part.count - begin)
+            for begin in range(0, part.count, span):
+                size = min(span, part.count - begin)
                 tile = v_tile[:size]
                 _load_raw(part.kind, part.data[n, begin : begin + size], tile)
                 _mix(logits, column, tile, mixed)
@@ -381,10 +422,6 @@ def attend(q, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift,
             into[:] = 0
             column = 0
             for s in range(spans):
-                for t in range(starts[s], ends[s]):
-                    for g in range(group):
-                        into[t] += logits[g, column] * share
-                    column += 1
-            for t in range(total_raw):
-                for g in range(group):
-                    into[longest + t] += logits[g, read + t] * share
+                _share(logits, column, share, into[starts[s] : starts[s] + sizes[s]])
+                column += sizes[s]
+            _share(logits, read, share, into[longest : longest + total_raw])

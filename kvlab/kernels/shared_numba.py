@@ -1,0 +1,68 @@
+"""What CPU kernels compiled by numba share: how they are compiled, where they are kept, fp16 bits as float32.
+
+numba notices a change of the file a kernel is in, not of this one: after a change here, delete the kept results.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import njit, types
+from numba.extending import intrinsic
+
+# Sums may be reordered; NaN and infinity keep their meaning.
+FAST: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "nogil": True,
+    "error_model": "numpy",
+}
+# For functions that make no array: counting references of slices took a fifth of a step.
+LEAF: dict[str, Any] = {**FAST, "_nrt": False}
+
+
+def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled at its first call and kept on disk, where numba finds a place that can be written."""
+    try:
+        return njit(cache=True, **FAST)(function)
+    except RuntimeError as error:
+        logging.getLogger(__name__).warning("compiled anew in every process: %s", error)
+        return njit(**FAST)(function)
+
+
+@njit(inline="always")
+def as_float(bits):
+    """uint32 bits as the float32 they are."""
+    return np.uint32(bits).view(np.float32)
+
+
+@njit(inline="always")
+def _half_by_bits(h):
+    """Exact; the subnormals by a subtraction, since multiplying them would trap to microcode."""
+    x = np.uint32(h)
+    magnitude = np.uint32(np.uint32(x & np.uint32(0x7FFF)) << np.uint32(13))
+    exponent = np.uint32(magnitude & np.uint32(0x0F800000))
+    value = (
+        as_float(magnitude + np.uint32(112 << 23))
+        if exponent
+        else as_float(magnitude + np.uint32(113 << 23)) - np.float32(2.0**-14)
+    )
+    value = as_float(magnitude | np.uint32(0x7F800000)) if exponent == np.uint32(0x0F800000) else value
+    return -value if x & np.uint32(0x8000) else value
+
+
+@intrinsic
+def _half_by_cpu(typingctx, h):
+    """The CPU's own conversion."""
+
+    def generate(context, builder, signature, args):
+        bits = builder.trunc(args[0], ir.IntType(16)) if args[0].type.width > 16 else args[0]
+        return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+
+    return types.float32(h), generate
+
+
+# Without such an instruction LLVM would call a function that need not be there.
+half: Any = _half_by_cpu if get_host_cpu_features().get("f16c") else _half_by_bits
