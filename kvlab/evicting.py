@@ -134,7 +134,7 @@ def _held(config: LayerConfig, table: PageTable, like: Leaving, centre: Centre |
             keys = keys if centre is None else centre.put_back(keys, positions.long().clamp_min(0))
         if config.scorer.reads_values:
             values = config.value.decode(v, like.values.shape[2], like.values.dtype)[:, : table.length]
-    counts = torch.tensor(table.counts, device=table.device) if table.ragged else None
+    counts = table.sizes() if table.ragged else None
     return Candidates(positions, held["mass"][..., 0] if config.tracks_mass else None, keys, values, counts)
 
 

@@ -84,7 +84,7 @@ class Reading:
         chosen = self.choice is not None
         if not self.table.ragged and not (chosen and (self.slots is None or self.table.length % self.choice.size)):  # type: ignore[union-attr]
             return None
-        counts = torch.tensor(self.table.counts, device=device).unsqueeze(1)
+        counts = self.table.sizes().unsqueeze(1)
         slots = torch.arange(self.length, device=device) if self.slots is None else self.slots
         hidden = ((slots >= counts) | (slots < 0)).unsqueeze(1)
         if self.choice is None or self.slots is not None:

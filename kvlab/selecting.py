@@ -114,7 +114,7 @@ def _stepped(table: PageTable, q: Float[Tensor, "H 1 D"], reader: TopK) -> Int[T
 def _selected(
     config: LayerConfig, table: PageTable, q: Float[Tensor, "H B D"], reader: TopK, key_term: KeyTerm | None
 ) -> Int[Tensor, "N B K"]:
-    counts = torch.tensor([-(-count // reader.chunk) for count in table.counts], device=q.device)
+    counts = -(-table.sizes() // reader.chunk)
     scores = _scores(config, table, q, counts)
     if key_term is not None and reader.bound == "codec":
         # The codec's scales bound what is left of a key when its centre is out; what the centre adds is known exactly.
@@ -128,7 +128,7 @@ def _scores(config: LayerConfig, table: PageTable, q: Tensor, counts: Tensor) ->
     reader, fmt = config.reader, config.key.stored_as(q.shape[2])
     assert isinstance(reader, TopK)
     if table.pool.works(q.dtype) == "triton":
-        where, size = (table.index()[None], counts[None] * reader.chunk), reader.chunk
+        where, size = (table.index()[None], table.sizes()[None]), reader.chunk
         scores = chunk_pages.scores(q[None], _key_streams(table), fmt, *where, size, reader.bound, impl="triton")
         return scores[0, ..., : -(-table.length // size)]
     if reader.bound == "mean":
@@ -152,7 +152,7 @@ def _greatest_term(key_term: KeyTerm, table: PageTable, q: Tensor, chunk: int) -
     """The most that the centre adds to any token of each chunk, summed over the query heads of a KV head."""
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     term = key_term.logits(wide.unflatten(0, (len(table.pages), -1)).sum(1))
-    beyond = torch.arange(term.shape[2], device=q.device) >= torch.tensor(table.counts, device=q.device).unsqueeze(1)
+    beyond = torch.arange(term.shape[2], device=q.device) >= table.sizes().unsqueeze(1)
     term = term.masked_fill(beyond.unsqueeze(1), -torch.inf)
     term = torch.nn.functional.pad(term, (0, -term.shape[2] % chunk), value=-torch.inf)
     return term.unflatten(2, (-1, chunk)).amax(3)
@@ -169,7 +169,7 @@ def summarise(
     if not isinstance(reader, TopK) or not reader.summaries or table.length <= start:
         return
     first = start // reader.chunk
-    counts = torch.tensor(table.counts, device=table.device)
+    counts = table.sizes()
     these = torch.arange(first, -(-table.length // reader.chunk), device=table.device).expand(len(table.pages), -1)
     width = table.pool.layout[f"k.{reader.summaries[0]}"].width
     wide = torch.promote_types(raw, torch.float32)

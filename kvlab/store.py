@@ -94,7 +94,8 @@ class PageTable:
         self.pool = pool
         self.pages: list[list[int]] = [[] for _ in range(n_heads)]
         self.counts = [0] * n_heads
-        self._index: Tensor | None = None
+        self._index: Tensor | None = None  # both on the device, until the table changes
+        self._sizes: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -113,6 +114,12 @@ class PageTable:
             padded = [p + [0] * (longest - len(p)) for p in self.pages]
             self._index = torch.tensor(padded, dtype=torch.long, device=self.device)
         return self._index
+
+    def sizes(self) -> Int[Tensor, " N"]:
+        """`counts` on the device, not to be written to."""
+        if self._sizes is None:
+            self._sizes = torch.tensor(self.counts, device=self.device)
+        return self._sizes
 
     def _run(self) -> slice | None:
         """The pages as one slice of the pool, head after head, where they lie so: read without a copy."""
@@ -147,7 +154,7 @@ class PageTable:
         for held, more in zip(self.pages, missing, strict=True):
             held += fresh[:more]
             fresh = fresh[more:]
-        self._index = None
+        self._index = self._sizes = None
         return start
 
     def place(self, name: str, rows: Tensor, start: list[int], lengths: list[int]) -> None:
@@ -165,7 +172,10 @@ class PageTable:
             whole = 0 if begin % per_page else count // per_page
             if whole:
                 first = begin // per_page
-                stream[index[:, first : first + whole]] = rows[:, : whole * per_page].unflatten(1, (whole, per_page))
+                these = index[:, first : first + whole]
+                # A copy: a slice may begin within a word.
+                moved = rows[:, : whole * per_page].clone(memory_format=torch.contiguous_format)
+                _words(stream.view(stream.shape[0], -1))[these] = _words(moved.view(*these.shape, -1))
             if whole * per_page < count:
                 at = order[whole * per_page : count] + begin
                 flat_stream[index[:, at // per_page] * per_page + at % per_page] = rows[:, whole * per_page :]
@@ -246,7 +256,7 @@ class PageTable:
         gone = {p for held in self.pages for p in held} - {p for held in stay for p in held}
         self.pool.release(list(gone))
         self.pages, self.counts = stay, [n * unit_tokens for n in lengths]
-        self._index = None
+        self._index = self._sizes = None
 
     def heads(self, which: slice) -> "PageTable":
         """A table of some of the heads, over the same pages."""
@@ -275,11 +285,11 @@ class PageTable:
         self.pool.release([page for head in self.pages for page in head])
         self.pages = [[] for _ in self.pages]
         self.counts = [0] * len(self.counts)
-        self._index = None
+        self._index = self._sizes = None
 
     def renumber(self, mapping: Mapping[int, int]) -> None:
         self.pages = [[mapping[p] for p in head] for head in self.pages]
-        self._index = None
+        self._index = self._sizes = None
 
     def copy(self) -> "PageTable":
         """The same tokens on pages of their own."""
@@ -287,3 +297,8 @@ class PageTable:
         if self.length:
             twin.append(self.gather(), list(self.counts))
         return twin
+
+
+def _words(x: Tensor) -> Tensor:
+    """The same memory in numbers of 8 bytes, if each row is a multiple of that: indexing moves number by number."""
+    return x.view(torch.int64) if x.shape[-1] * x.element_size() % 8 == 0 else x
