@@ -30,12 +30,13 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvlab.attach import UnsupportedModelError, attach, attention, cache_kwarg, make_plan, shape_of
+from kvlab.attach import UnsupportedModelError, attach, cache_kwarg, make_plan, shape_of
 from kvlab.cache import Handle, SeamError
 from kvlab.codecs import Affine
 from kvlab.config import KVConfig
 from kvlab.layer import LayerShape
 from kvlab.policies import AttentionMass, Fraction, Tokens, TopK
+from kvlab.seam import attention
 
 EXACT = 1e-9
 PAGES = KVConfig(sink_tokens=2, recent_tokens=4, page_tokens=4)

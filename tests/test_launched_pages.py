@@ -8,8 +8,7 @@ from rows import make_row
 from tiny import tiny_model, token_ids
 from variants import SOME_CODECS, name_of
 
-from kvlab import attach as attaching
-from kvlab import evicting, selecting, store
+from kvlab import evicting, seam, selecting, store
 from kvlab.attach import attach, cache_kwarg
 from kvlab.codecs import Affine, Raw
 from kvlab.config import KVConfig
@@ -156,8 +155,8 @@ def logits(kv: Any, model: Any, impl: Any) -> torch.Tensor:
 
 def test_a_model_is_served_by_launches_when_asked(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model, splits = tiny_model("llama_4_2", torch.float32).to(DEVICE), []
-    split = attaching._split
-    monkeypatch.setattr(attaching, "_split", lambda *a: (splits.append(1), split(*a))[1])
+    split = seam._split
+    monkeypatch.setattr(seam, "_split", lambda *a: (splits.append(1), split(*a))[1])
     with attach(model, settings(key=Affine(8, group=0), value=Affine(8, group=0))) as kv:
         want = logits(kv, model, "torch")
         assert launched == []

@@ -37,6 +37,7 @@ FLOORS: dict[str, float] = {
     "centring": 3.5,
     "export": 3,
     "models": 4,
+    "seam": 3.5,
     "attach": 4,
     "snapshot": 4.5,  # runs its one prefill on an attached model
     "calibration": 4.7,
@@ -54,7 +55,18 @@ BESIDE_FROM = 4
 # Who may import what, directly. Names that are not listed here are free.
 DOORS: dict[str, set[str]] = {
     # The benches compare with transformers; the search only notes its version.
-    "transformers": {"cache", "centring", "stacked", "attach", "models", "snapshot", "subject", "bench", "search"},
+    "transformers": {
+        "cache",
+        "centring",
+        "stacked",
+        "seam",
+        "attach",
+        "models",
+        "snapshot",
+        "subject",
+        "bench",
+        "search",
+    },
     "torch": set(FLOORS),
     "safetensors": {"calibration", "models", "snapshot"},
     "gguf": {"models"},
