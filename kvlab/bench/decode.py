@@ -41,6 +41,7 @@ TURNS = 5
 
 # One scale and zero for each head of a token: the whole head dim, as large a group as transformers' caches take.
 _INT4, _INT8 = Affine(bits=4, group=0), Affine(bits=8, group=0)
+_WHOLE_HEAD = "one scale and zero for each head of a token; kvlab's usual integers have them for 32 channels"
 CONFIGS: dict[str, KVConfig] = {
     "raw": KVConfig(raw_dtype="float16"),
     "fp8_e4m3": KVConfig(key=Fp8(), value=Fp8(), raw_dtype="float16"),
@@ -232,7 +233,7 @@ def _row(contender: Contender, shape: ModelShape, context: int) -> dict[str, Any
         "implementation": own,
         "label": None if config is None else config.label,
         "config_id": None if config is None else config.id,
-        "note": None,
+        "note": _WHOLE_HEAD if config is not None and config.key in (_INT4, _INT8) else None,
     }
 
 
