@@ -26,7 +26,8 @@ def draw(document: Mapping[str, Any]) -> Figure:
     axes.set_xticks(sorted(frame["context"].unique()))
     axes.tick_params(axis="x", labelrotation=45)
     axes.set(xlabel="tokens in the cache", ylabel="ms per token, median; bars: least and most")
-    axes.set_title(f"Decode, {document['model']}, {document['dtype']}, {document['threads']} threads", fontsize=10)
+    threads = f"{document['threads']} thread" + ("s" if document["threads"] != 1 else "")
+    axes.set_title(f"Decode, {document['model']}, {document['dtype']}, {threads}", fontsize=10)
     axes.legend(title=None, frameon=False, fontsize=8, ncols=2)
     sns.despine(figure)
     return figure
