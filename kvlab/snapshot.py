@@ -36,22 +36,22 @@ from kvlab.policies.expected_attention import query_sums
 from kvlab.row import Row, settle
 from kvlab.selecting import all_read
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(slots=True)
 class Snapshot:
     """K and V of one prompt, [N, T, D] for each layer; a layer that slides a window holds what transformers keeps.
 
-    `masses` are [N, T] for each layer, by scorer. `reference` may hold log-probabilities under the full cache at the
-    positions of an item's answer, [A, V].
+    `masses` are [N, T] for each layer, by scorer. `references` may hold log-probabilities under the full cache at the
+    positions of an answer, [A, V], by question: several questions share one snapshot.
     """
 
     tokens: int
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     masses: dict[Scorer, dict[int, Tensor]] = field(default_factory=dict)
-    reference: Tensor | None = None
+    references: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class Snapshot:
         named = {f"k.{i}": x for i, x in enumerate(self.keys)} | {f"v.{i}": x for i, x in enumerate(self.values)}
         for n, by_layer in enumerate(self.masses.values()):
             named |= {f"mass.{n}.{i}": x for i, x in by_layer.items()}
-        return named | ({} if self.reference is None else {"reference": self.reference})
+        return named | {f"reference.{name}": x for name, x in self.references.items()}
 
     def fork(self, config: KVConfig, attachment: Attachment) -> KVCache:
         """A cache of `config` that has seen this prompt, sharing nothing with the snapshot.
@@ -253,9 +253,9 @@ class SnapshotStore:
             shutil.rmtree(self.folder)
             self.folder = None
 
-    def key(self, token_ids: Sequence[int], scorers: Iterable[Scorer] = (), extra: str = "") -> str:
-        """Content address of a prompt's snapshot. `extra` tells apart what rides along, such as an answer."""
-        body = [SCHEMA, self.identity, list(token_ids), sorted(repr(s) for s in scorers if s.stateful), extra]
+    def key(self, token_ids: Sequence[int], scorers: Iterable[Scorer] = ()) -> str:
+        """Content address of a prompt's snapshot."""
+        body = [SCHEMA, self.identity, list(token_ids), sorted(repr(s) for s in scorers if s.stateful)]
         return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
     def get(self, key: str, scorers: Iterable[Scorer] = ()) -> Snapshot | None:
@@ -315,7 +315,8 @@ class SnapshotStore:
             if name in by_name
         }
         keys, values = (_stacked([named[f"{x}.{i}"] for i in range(layers)]) for x in "kv")
-        return Snapshot(int(meta["tokens"]), keys, values, masses, named.get("reference"))
+        references = {n.partition(".")[2]: x for n, x in named.items() if n.startswith("reference.")}
+        return Snapshot(int(meta["tokens"]), keys, values, masses, references)
 
     def _trim(self) -> None:
         assert self.folder is not None

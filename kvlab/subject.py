@@ -6,6 +6,7 @@ that snapshot, and all configs of an item are scored in one forward.
 
 import copy
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -36,9 +37,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Counters:
-    """What a subject has done. `prefills` equals distinct items when every snapshot was shared."""
+    """What a subject has done. `prefills` equals distinct contexts when every snapshot was shared."""
 
     items: set[str] = field(default_factory=set)
+    contexts: set[str] = field(default_factory=set)
     prefills: int = 0
     configs: set[str] = field(default_factory=set)
     item_scores: int = 0
@@ -53,6 +55,11 @@ class _Question:
     context: tuple[int, ...]
     question: tuple[int, ...]
     continuations: tuple[tuple[int, ...], ...]
+
+    @property
+    def asked(self) -> str:
+        """A name for question and gold answer within their context."""
+        return hashlib.sha256(repr((self.question, self.continuations[0])).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +148,26 @@ class LocalSubject:
     ) -> Iterator[ItemScore]:
         snapshots = self._snapshots(questions, attachment)
         jobs: list[tuple[int, KVConfig, KVCache, float]] = []
+        # Compressed once: caches are only read here, so all questions of a context share them.
+        forks: dict[tuple[int, KVConfig], KVCache] = {}
         for n, snapshot in enumerate(snapshots):
             todo = list(configs)
-            if snapshot.reference is None and BASELINE not in todo:
+            if questions[n].asked not in snapshot.references and BASELINE not in todo:
                 todo.insert(0, BASELINE)
             for config in todo:
                 start = time.perf_counter()
-                jobs.append((n, config, snapshot.fork(config, attachment), time.perf_counter() - start))
+                key = id(snapshot), config
+                if key not in forks:
+                    forks[key] = snapshot.fork(config, attachment)
+                jobs.append((n, config, forks[key], time.perf_counter() - start))
         logits, seconds = self._forced([(questions[n], cache) for n, _, cache, _ in jobs])
+        grown: dict[str, Snapshot] = {}
         for (n, config, _, _), rows in zip(jobs, logits, strict=True):
-            if config == BASELINE and snapshots[n].reference is None:
-                snapshots[n].reference = _log_probs(rows[0])
-                self.store.put(self._key(questions[n]), snapshots[n], on_disk=persist)
+            if config == BASELINE and questions[n].asked not in snapshots[n].references:
+                snapshots[n].references[questions[n].asked] = _log_probs(rows[0])
+                grown[self._key(questions[n])] = snapshots[n]
+        for key, snapshot in grown.items():
+            self.store.put(key, snapshot, on_disk=persist)
         for (n, config, cache, forked), rows in zip(jobs, logits, strict=True):
             if config in configs:
                 self.counters.configs.add(config.id)
@@ -160,20 +175,25 @@ class LocalSubject:
                 yield self._row(questions[n], config, cache, rows, snapshots[n], forked + seconds)
 
     def _key(self, question: _Question) -> str:
-        return self.store.key(question.context, self.scorers, repr((question.question, question.continuations[0])))
+        return self.store.key(question.context, self.scorers)
 
     def _snapshots(self, questions: Sequence[_Question], attachment: Attachment) -> list[Snapshot]:
+        """The snapshot of every question; equal contexts share one, and only what is nowhere yet is prefilled."""
         keys = [self._key(q) for q in questions]
-        found = [self.store.get(key, self.scorers) for key in keys]
-        missing = [n for n, snapshot in enumerate(found) if snapshot is None]
+        contexts = {key: q.context for key, q in zip(keys, questions, strict=True)}
+        kept = {key: self.store.get(key, self.scorers) for key in contexts}
+        found = {key: snapshot for key, snapshot in kept.items() if snapshot is not None}
+        missing = [key for key in contexts if key not in found]
         if missing:
-            made = take(self.model, attachment, [questions[n].context for n in missing], self.scorers)
-            for n, snapshot in zip(missing, made, strict=True):
-                found[n] = snapshot
-                self.counters.prefills += 1
+            made = take(self.model, attachment, [contexts[key] for key in missing], self.scorers)
+            for key, snapshot in zip(missing, made, strict=True):
+                found[key] = snapshot
+                self.store.put(key, snapshot, on_disk=False)
+            self.counters.prefills += len(missing)
         self.counters.items.update(q.item.id for q in questions)
+        self.counters.contexts.update(keys)
         self.counters.corrupt_snapshots = self.store.corrupt
-        return [snapshot for snapshot in found if snapshot is not None]
+        return [found[key] for key in keys]
 
     @torch.no_grad()
     def _forced(self, jobs: Sequence[tuple[_Question, KVCache]]) -> tuple[list[list[Tensor]], float]:
@@ -228,13 +248,12 @@ class LocalSubject:
         hits = (best == gold).float()
         nll = -float(logp.gather(1, gold.unsqueeze(1)).mean())
         exact = float(hits.all())
-        score, prediction = exact, self.tokenizer.decode(best)
+        score, prediction = (float(hits.mean()) if item.forced == "tokens" else exact), self.tokenizer.decode(best)
         if item.choices:
             score, prediction = self._choose(question, logits)
         kl = top1 = None
         if config != BASELINE:
-            reference = snapshot.reference
-            assert reference is not None
+            reference = snapshot.references[question.asked]
             kl = max(0.0, float((reference.exp() * (reference - logp)).sum(-1).mean()))
             top1 = float((reference.argmax(-1) == best).float().mean())
         return self._scored(

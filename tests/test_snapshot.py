@@ -235,14 +235,16 @@ def test_a_scorer_that_was_not_observed_is_refused_by_name(llama) -> None:
 
 
 def _small(seed: int, dtype: torch.dtype = torch.float64) -> Snapshot:
-    """Two layers of different width, two scorers, a reference."""
+    """Two layers of different width, two scorers, references of two questions."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
 
     masses = {s: {0: draw(2, 9), 1: draw(2, 9)} for s in (AttentionMass(), WindowAttention(window=4))}
-    return Snapshot(9, [draw(2, 9, 4), draw(2, 9, 6)], [draw(2, 9, 4), draw(2, 9, 2)], masses, draw(3, 11))
+    return Snapshot(
+        9, [draw(2, 9, 4), draw(2, 9, 6)], [draw(2, 9, 4), draw(2, 9, 2)], masses, {"a": draw(3, 11), "b": draw(1, 11)}
+    )
 
 
 SCORERS = (WindowAttention(window=4), AttentionMass(), Recency())
@@ -377,7 +379,6 @@ def test_the_key_changes_with_all_that_decides_the_content() -> None:
         store.key([1, 2, 3]),
         store.key([1, 2, 3], two[:1]),
         store.key([1, 2, 3], (AttentionMass(decay=0.9), WindowAttention())),
-        store.key([1, 2, 3], two, extra="answer"),
         other.key([1, 2, 3], two),
     ]
     assert len(set(keys)) == len(keys)

@@ -18,7 +18,7 @@ from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore, Subject
 from kvlab.models import Loaded
 from kvlab.policies import AttentionMass, Fraction, Recency, Tokens, WindowAttention
-from kvlab.snapshot import SnapshotStore
+from kvlab.snapshot import Snapshot, SnapshotStore
 from kvlab.stacked import StackedCache
 from kvlab.subject import BASELINE, LocalSubject, snapshot_identity
 
@@ -309,6 +309,47 @@ def test_a_read_only_pass_leaves_its_caches_as_they_were(loaded) -> None:
 # -- snapshots on disk -------------------------------------------------------------------------------------------------
 
 
+def test_questions_of_one_context_share_its_prefill_and_its_compressed_caches(loaded, monkeypatch) -> None:
+    asked = [(" Who? ", "nobody"), (" How many? ", "417"), (" Where? ", "the sand"), (" Who? ", "boats")]
+    items = [_item(n, WORDS[: 90 + 30 * (n % 2)], question, (gold,)) for n, (question, gold) in enumerate(asked)]
+    forks = []
+    fork = Snapshot.fork
+    monkeypatch.setattr(Snapshot, "fork", lambda self, config, kv: forks.append(config) or fork(self, config, kv))
+    s = subject(loaded)
+    found = _by_key(s.score(items, [BASELINE, INT4]))
+    assert (s.counters.prefills, len(s.counters.contexts), len(s.counters.items)) == (2, 2, 4)
+    assert len(forks) == 2 * 2
+    for item in items:
+        _check(found[(BASELINE.id, item.id)], _expected(loaded, item, None), baseline=True)
+        _check(found[(INT4.id, item.id)], _expected(loaded, item, INT4))
+    # Another question later, and real decoding, take the same prefills.
+    later = [_item(9, WORDS[:90], " When? ", ("winter",)), _asked(items[1], max_new_tokens=2)]
+    (row,) = s.score(later[:1], [INT4])
+    _check(row, _expected(loaded, later[0], INT4))
+    list(s.generate(later, INT4))
+    assert s.counters.prefills == 2
+
+
+def test_a_context_on_disk_serves_a_question_it_was_not_made_for(loaded, tmp_path) -> None:
+    first, second = (_item(n, WORDS[:90], f" Question {n}? ", (gold,)) for n, gold in enumerate(("lamp", "sand")))
+    list(subject(loaded, store=SnapshotStore("s", tmp_path)).score([first], [INT4]))
+    for persisted in ([second], [first, second]):
+        s = subject(loaded, store=SnapshotStore("s", tmp_path))
+        for item, row in zip(persisted, s.score(persisted, [INT4]), strict=True):
+            _check(row, _expected(loaded, item, INT4))
+        assert s.counters.prefills == 0
+
+
+def test_the_share_of_right_tokens_is_the_score_where_an_item_says_so(loaded) -> None:
+    plain = _item(0, WORDS[:90], "How many? ", ("?",))
+    right = loaded.tokenizer.decode(_greedy(loaded, plain, 3))
+    wrong = next(c for c in CHARACTERS if c != loaded.tokenizer.decode(_greedy(loaded, plain, 4))[3])
+    item = dataclasses.replace(plain, answers=(right + wrong,), forced="tokens")
+    row, other = subject(loaded).score([item], [BASELINE, INT4])
+    assert (row.form, row.score, row.token_accuracy, row.exact) == ("tokens", 0.75, 0.75, 0.0)
+    assert other.score == other.token_accuracy
+
+
 def test_another_process_takes_the_prefills_from_disk(loaded, rows, tmp_path) -> None:
     def fresh() -> LocalSubject:
         return subject(loaded, store=SnapshotStore(snapshot_identity(loaded), tmp_path))
@@ -338,12 +379,12 @@ def test_items_not_to_be_asked_again_stay_off_the_disk(loaded, tmp_path) -> None
     assert s.counters.prefills == 2
 
 
-def test_the_same_context_with_another_answer_is_another_snapshot(loaded) -> None:
+def test_the_same_context_with_another_answer_is_compared_with_its_own_reference(loaded) -> None:
     """The full cache's distribution at the answer rides along, so it must not be another answer's."""
     other = dataclasses.replace(ITEMS[0], id="needle_text/confirm/0/77", answers=(" 9",))
     s = subject(loaded)
     found = _by_key([*s.score([ITEMS[0]], [INT4]), *s.score([other], [INT4])])
-    assert s.counters.prefills == 2
+    assert s.counters.prefills == 1
     _check(found[(INT4.id, other.id)], _expected(loaded, other, INT4))
     _check(found[(INT4.id, ITEMS[0].id)], _expected(loaded, ITEMS[0], INT4))
 

@@ -8,10 +8,15 @@ import difflib
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 FAMILIES = ("retrieval", "math", "code")
 SPLITS = ("search", "confirm", "replicate")
 """`search` chooses settings, `confirm` judges the finalists, `replicate` is for a second look at a claimed rise."""
+
+
+FORCED = ("exact", "tokens")
+"""What the teacher-forced pass scores: whether every gold token is the likeliest, or the share of those that are."""
 
 
 def unknown(kind: str, value: object, known: tuple[str, ...] | list[str]) -> ValueError:
@@ -22,12 +27,27 @@ def unknown(kind: str, value: object, known: tuple[str, ...] | list[str]) -> Val
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeCheck:
+    """How a generated function is tested: what stands `before` it, its name, and test source that runs after it.
+
+    Plain text. Nothing here runs it.
+    """
+
+    before: str
+    entry: str
+    tests: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """A context to prefill and compress, a question asked afterwards, and gold answers.
 
     `context + question + answers[0]` is the text as the model reads it, spaces and newlines included. With `choices`
     the item is multiple choice by length-normalised likelihood and every choice is written as it would follow the
     question. `cluster` names the source document or template: items of one cluster are not independent.
+
+    `metric` names how a generated answer is compared (`kvlab.evals.grading`), `forced` what the teacher-forced pass
+    scores; `check` holds the tests where the answer is code that has to run.
     """
 
     id: str
@@ -40,6 +60,9 @@ class Item:
     cluster: str
     stop: tuple[str, ...] = ("\n",)
     max_new_tokens: int = 16
+    metric: str = "exact"
+    forced: str = "exact"
+    check: CodeCheck | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -55,6 +78,12 @@ class Item:
             raise ValueError(f"item {self.id}: answers[0]={self.answers[0]!r} is not among choices {self.choices}")
         if len(set(self.choices)) != len(self.choices) or len(self.choices) == 1 or not all(self.choices):
             raise ValueError(f"item {self.id}: choices must be two or more different strings, got {self.choices}")
+        if self.forced not in FORCED:
+            raise unknown("forced score", self.forced, FORCED)
+        if self.forced == "tokens" and self.choices:
+            raise ValueError(f"item {self.id}: choices are compared by likelihood; forced must be 'exact'")
+        if (self.metric == "execute") != (self.check is not None):
+            raise ValueError(f"item {self.id}: metric 'execute' and a code check belong together")
         if self.max_new_tokens < 1:
             raise ValueError(f"item {self.id}: max_new_tokens={self.max_new_tokens} must be at least 1")
 
@@ -65,8 +94,8 @@ class Item:
 
     @property
     def form(self) -> str:
-        """`choice` where there are choices, else `greedy`."""
-        return "choice" if self.choices else "greedy"
+        """`choice` where there are choices, `tokens` where the share of right tokens is the score, else `greedy`."""
+        return "choice" if self.choices else "tokens" if self.forced == "tokens" else "greedy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +125,7 @@ class EvalSet:
     @property
     def sha256(self) -> str:
         """Hash over name, version and the canonical JSON of the items in order."""
-        body = {"name": self.name, "version": self.version, "items": [asdict(item) for item in self.items]}
+        body = {"name": self.name, "version": self.version, "items": [_plain(item) for item in self.items]}
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -111,3 +140,11 @@ class EvalSet:
                 taken[item.family] += 1
                 kept.append(item)
         return EvalSet(self.name, self.version, tuple(kept))
+
+
+_LATER = {"metric": "exact", "forced": "exact", "check": None}
+
+
+def _plain(item: Item) -> dict[str, Any]:
+    """An item as plain data. Fields that came later are left out at their defaults, so that older hashes stay."""
+    return {key: value for key, value in asdict(item).items() if key not in _LATER or value != _LATER[key]}

@@ -13,7 +13,7 @@ from kvlab.evals.item import FAMILIES, SPLITS, Item, unknown
 
 MODES = ("forked", "true")
 """`forked`: scored on a compressed copy of one full prefill. `true`: compression acted during real decoding."""
-FORMS = ("greedy", "choice", "generate")
+FORMS = ("greedy", "choice", "tokens", "generate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,9 @@ class ItemScore:
     answer positions and are None where the row is the full cache itself. Bytes are those of the cache right after the
     context: measured over storages, predicted by the config, and what 16-bit storage would take. `implementation` is
     what computed attention over the cache: torch, numba or triton.
+
+    Of generated answers: `extracted` says whether an answer could be read out of the text at all, `benchmark` is the
+    score by the benchmark's own rule where that differs, `outcome` what a run of generated code ended in.
     """
 
     config_id: str
@@ -50,6 +53,9 @@ class ItemScore:
     raw16_bytes: int
     seconds: float
     implementation: str = "torch"
+    extracted: bool | None = None
+    benchmark: float | None = None
+    outcome: str | None = None
 
     def __post_init__(self) -> None:
         for kind, value, known in (
