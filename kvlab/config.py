@@ -27,8 +27,15 @@ RAW_DTYPES = {
 }
 
 
+class _Remembers:
+    """A slot that is no field: no part of equality, hash, JSON or copies."""
+
+    __slots__ = ("_id",)
+    _id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVConfig:
+class KVConfig(_Remembers):
     """One point of the accuracy-against-bytes plane.
 
     `overrides` are (layer, key codec, value codec), sorted by layer. `raw_dtype` is how sinks, recent tokens and the
@@ -243,7 +250,12 @@ class KVConfig:
     @property
     def id(self) -> str:
         """First 12 hex digits of sha256 of `to_json()`; stable across processes."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+        try:
+            return self._id
+        except AttributeError:
+            # Every row of a search is looked up by it, a hundred thousand times: made once for each object.
+            object.__setattr__(self, "_id", hashlib.sha256(self.to_json().encode()).hexdigest()[:12])
+            return self._id
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "KVConfig":

@@ -1,5 +1,7 @@
 """KVConfig: identity, two text forms, and what it refuses."""
 
+import copy
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -280,3 +282,16 @@ def test_raw_is_sixteen_effective_bits_in_sixteen_bit() -> None:
     assert KVConfig(page_tokens=1).effective_bits(ModelShape(shape.layers, torch.float32), 4096) == 32.0
     with pytest.raises(ValueError, match="tokens"):
         KVConfig().effective_bits(shape, 0)
+
+
+def test_the_id_is_made_once_and_belongs_to_one_object(monkeypatch) -> None:
+    config = KVConfig(key=Fp8())
+    made = config.id
+    other = dataclasses.replace(config, sink_tokens=8)
+    assert other.id != made
+    assert other.id == KVConfig(key=Fp8(), sink_tokens=8).id
+    assert copy.deepcopy(config) == config
+    assert hash(KVConfig(key=Fp8())) == hash(config)  # one that remembers and one that does not
+    assert "id" not in repr(config)
+    monkeypatch.setattr(KVConfig, "to_json", lambda self: pytest.fail("made again"))
+    assert config.id == made
