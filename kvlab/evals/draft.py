@@ -17,7 +17,8 @@ class Draft:
     """One item before it has an id.
 
     `question` is what is asked and `cue` the words after it that the answer completes; with a question-aware context
-    the question moves before compression and the cue stays behind.
+    the question moves before compression and the cue stays behind. `references` are what a generated answer must name,
+    all of them, where `answers[0]` lists several; `depths` is where each of them stands in the context, from 0 to 1.
     """
 
     context: str
@@ -25,6 +26,11 @@ class Draft:
     cue: str
     answers: tuple[str, ...]
     choices: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
+    depths: tuple[float, ...] = ()
+    metric: str = "exact"
+    stop: tuple[str, ...] = ("\n",)
+    max_new_tokens: int = 16
 
 
 def seeded(*parts: object) -> random.Random:

@@ -46,6 +46,10 @@ class Item:
     the item is multiple choice by length-normalised likelihood and every choice is written as it would follow the
     question. `cluster` names the source document or template: items of one cluster are not independent.
 
+    Where the question asks for several things, `references` are all of them and `answers[0]` is their list in the order
+    that the question states; without `references` the answers are alternatives. `depths` says where in the context what
+    is asked for stands, from 0 to 1.
+
     `metric` names how a generated answer is compared (`kvlab.evals.grading`), `forced` what the teacher-forced pass
     scores; `check` holds the tests where the answer is code that has to run.
     """
@@ -63,6 +67,8 @@ class Item:
     metric: str = "exact"
     forced: str = "exact"
     check: CodeCheck | None = None
+    references: tuple[str, ...] = ()
+    depths: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -84,6 +90,10 @@ class Item:
             raise ValueError(f"item {self.id}: choices are compared by likelihood; forced must be 'exact'")
         if (self.metric == "execute") != (self.check is not None):
             raise ValueError(f"item {self.id}: metric 'execute' and a code check belong together")
+        if not all(reference in self.answers[0] for reference in self.references):
+            raise ValueError(f"item {self.id}: answers[0]={self.answers[0]!r} must list all of {self.references}")
+        if not all(0.0 <= depth <= 1.0 for depth in self.depths):
+            raise ValueError(f"item {self.id}: depths={self.depths} must lie in [0, 1]")
         if self.max_new_tokens < 1:
             raise ValueError(f"item {self.id}: max_new_tokens={self.max_new_tokens} must be at least 1")
 
@@ -142,7 +152,7 @@ class EvalSet:
         return EvalSet(self.name, self.version, tuple(kept))
 
 
-_LATER = {"metric": "exact", "forced": "exact", "check": None}
+_LATER = {"metric": "exact", "forced": "exact", "check": None, "references": (), "depths": ()}
 
 
 def _plain(item: Item) -> dict[str, Any]:
