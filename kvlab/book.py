@@ -5,19 +5,17 @@ asked to: between items, with everything saved.
 """
 
 import dataclasses
-import signal
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from kvlab.config import KVConfig
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
 from kvlab.progress import Progress
 from kvlab.runs import Run
-from kvlab.subject import LocalSubject
+from kvlab.stopping import Interrupted, StopFlag
+from kvlab.subject import Counters
 
 Key = tuple[str, str, str]
 _SAVE_EVERY_S = 5.0
@@ -29,37 +27,21 @@ class UnscorableError(RuntimeError):
     """The baseline or a control cannot be scored, so nothing can be compared with it."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """Asked to stop; the book is saved."""
+class Scoring(Protocol):
+    """Whatever gives rows: a model here, or a model shared with other processes."""
 
+    @property
+    def counters(self) -> Counters: ...
 
-class StopFlag:
-    """First SIGINT or SIGTERM asks for a stop between items; the second one aborts. A context manager."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopFlag":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def score(
+        self, items: Sequence[Item], configs: Sequence[KVConfig], *, persist: bool = True
+    ) -> Iterator[ItemScore]: ...
 
 
 class ScoreBook:
     """Rows of one run in memory and on disk. `role` tells apart passes over the same items: search, confirm, aa, ..."""
 
-    def __init__(self, run: Run, subject: LocalSubject, stop: StopFlag, progress: Progress) -> None:
+    def __init__(self, run: Run, subject: Scoring, stop: StopFlag, progress: Progress) -> None:
         self.run, self.subject, self.stop, self.progress = run, subject, stop, progress
         self.rows: dict[Key, ItemScore] = {}
         self.failures: dict[str, str] = {}

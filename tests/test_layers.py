@@ -47,10 +47,11 @@ FLOORS: dict[str, float] = {
     "search": 6,
     "bench": 6,
     "sweep": 6.5,  # the search's sizes, sessions and documents, for formats named beforehand
+    "worker": 6.8,
     "__main__": 7,
 }
 # Beside the tower: no torch, no transformers, and of kvlab only each other. Floors from 4 on may use them.
-BESIDE = {"evals", "progress", "provenance", "report", "runs", "stats"}
+BESIDE = {"evals", "progress", "provenance", "report", "runs", "stats", "stopping", "study"}
 BESIDE_FROM = 4
 # Who may import what, directly. Names that are not listed here are free.
 DOORS: dict[str, set[str]] = {
@@ -71,7 +72,7 @@ DOORS: dict[str, set[str]] = {
     "safetensors": {"calibration", "models", "snapshot"},
     "gguf": {"models"},
     "datasets": {"evals"},
-    "optuna": {"search"},
+    "optuna": {"search", "study"},
     "papermill": {"sweep"},
     "triton": {"kernels", "bench"},  # bench: compiling ahead of time
     "numba": {"kernels"},
