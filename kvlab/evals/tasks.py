@@ -3,22 +3,25 @@
 A new task is one function in a generator file and one line here. This file refuses to know any model or metric.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlab.evals import arithmetic, programs, retrieval
-from kvlab.evals.draft import Draft, seeded
+from kvlab.evals.draft import Draft, estimate_tokens, seeded
 from kvlab.evals.item import FAMILIES, SPLITS, EvalSet, Item, unknown
+from kvlab.evals.ruler import lists, needles, qa
+from kvlab.evals.ruler.fit import Count
 
-Make = Callable[[random.Random, int], Draft]
+Make = Callable[..., Draft]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """A generator with its family, its form (`greedy` or `choice`) and its default context length.
 
-    `make(rng, length)` writes one item whose context holds about `length` tokens.
+    `make(rng, length)` writes one item whose context holds about `length` tokens. Where `fitted`, the prompt and the
+    room for its answer take exactly `length` tokens, short of a few: `make(rng, length, index=..., count=...)` counts
+    them, and spreads what is asked for over the depths of the context as the index goes on.
     """
 
     name: str
@@ -26,6 +29,11 @@ class Task:
     form: str
     make: Make
     length: int
+    fitted: bool = False
+
+
+def _ruler(name: str, make: Make) -> Task:
+    return Task(f"ruler_{name}", "retrieval", "greedy", make, 512, fitted=True)
 
 
 def _tasks(*rows: Task) -> dict[str, Task]:
@@ -62,7 +70,23 @@ TASKS = _tasks(
     Task("program_output", "code", "greedy", programs.program_output, 160),
     Task("program_output_choice", "code", "choice", programs.program_output_choice, 160),
     Task("trace", "code", "greedy", programs.trace, 140),
+    _ruler("single_noise", needles.single_noise),
+    _ruler("single_text", needles.single_text),
+    _ruler("single_uuid", needles.single_uuid),
+    _ruler("multikey_text", needles.multikey_text),
+    _ruler("multikey_needles", needles.multikey_needles),
+    _ruler("multikey_uuid", needles.multikey_uuid),
+    _ruler("multivalue", needles.multivalue),
+    _ruler("multiquery", needles.multiquery),
+    _ruler("variables", lists.variables),
+    _ruler("common_words", lists.common_words),
+    _ruler("frequent_words", lists.frequent_words),
+    _ruler("qa", qa.qa),
+    _ruler("qa_hops", qa.qa_hops),
+    _ruler("single_word", needles.single_word),
 )
+RULER = tuple(name for name in TASKS if name.startswith("ruler_") and name != "ruler_single_word")
+"""The thirteen tasks that stand for RULER's, in its order: its average is over these."""
 
 SUITE_VERSION = 1
 DEFAULT_SUITE: dict[str, tuple[str, ...]] = {
@@ -84,15 +108,20 @@ def build(
     length: int | Mapping[str, int] | None = None,
     suite: Mapping[str, Sequence[str]] = DEFAULT_SUITE,
     query_aware: bool = False,
+    count: Count = estimate_tokens,
 ) -> EvalSet:
     """`n` items of each family, its tasks taking turns and the families too, so that every prefix is balanced.
 
     `length` is the context length in estimated tokens, for all tasks or by task name; without it each task uses its
-    own. Splits never share a random stream: an item depends on task, split, seed and index only, so a smaller `n` gives
-    a prefix. With `query_aware` the question stands at the end of the context and only the cue comes after it.
+    own. The tasks of RULER hold the length of the whole prompt to what `count` says, for example
+    `kvlab.evals.ruler.fit.counter(tokenizer)`, and raise ValueError with the least length where it is too short.
+    Splits never share a random stream: an item depends on task, split, seed and index only, and of RULER's on length
+    and count, so a smaller `n` gives a prefix. With `query_aware` the question stands at the end of the context and
+    only the cue comes after it.
     """
     _check(families, split, n, length, suite)
-    columns = [_column(family, split, n, seed, length, tuple(suite[family]), query_aware) for family in families]
+    draw = _Draw(split, seed, query_aware, count)
+    columns = [_column(family, n, length, tuple(suite[family]), draw) for family in families]
     items = tuple(item for row in zip(*columns, strict=True) for item in row)
     aware = "/query-aware" if query_aware else ""
     return EvalSet(f"{'+'.join(families)}/{split}/{seed}{aware}", SUITE_VERSION, items)
@@ -134,43 +163,57 @@ def task(name: str) -> Task:
     return TASKS[name]
 
 
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What all items of a set have in common."""
+
+    split: str
+    seed: int
+    query_aware: bool
+    count: Count
+
+    def draft(self, one: Task, length: int, index: int, attempt: int) -> Draft:
+        if one.fitted:
+            rng = seeded(one.name, length, self.split, self.seed, index, attempt)
+            return one.make(rng, length, index=index, count=self.count)
+        return one.make(seeded(one.name, self.split, self.seed, index, attempt), length)
+
+
 def _column(
-    family: str,
-    split: str,
-    n: int,
-    seed: int,
-    length: int | Mapping[str, int] | None,
-    names: tuple[str, ...],
-    query_aware: bool,
+    family: str, n: int, length: int | Mapping[str, int] | None, names: tuple[str, ...], draw: _Draw
 ) -> list[Item]:
     seen: set[tuple[str, str]] = set()
     out = []
     for position in range(n):
         one = TASKS[names[position % len(names)]]
         asked = length.get(one.name) if isinstance(length, Mapping) else length
-        out.append(_item(one, split, seed, position // len(names), asked or one.length, query_aware, seen))
+        out.append(_item(one, position // len(names), asked or one.length, draw, seen))
     return out
 
 
-def _item(
-    one: Task, split: str, seed: int, index: int, length: int, query_aware: bool, seen: set[tuple[str, str]]
-) -> Item:
+def _item(one: Task, index: int, length: int, draw: _Draw, seen: set[tuple[str, str]]) -> Item:
     """One item; a draft that repeats an earlier one of the set is drawn again from a stream of its own."""
     for attempt in range(_ATTEMPTS):
-        draft = one.make(seeded(one.name, split, seed, index, attempt), length)
+        draft = draw.draft(one, length, index, attempt)
         key = (draft.context, draft.question)
         if key not in seen:
             seen.add(key)
-            name = f"{one.name}/{split}/{seed}/{index}"
+            at = f"@{length}" if one.fitted else ""
+            name = f"{one.name}/{draw.split}/{draw.seed}{at}/{index}"
             return Item(
                 id=name,
                 task=one.name,
                 family=one.family,
-                context=draft.context + draft.question if query_aware else draft.context,
-                question=draft.cue if query_aware else draft.question + draft.cue,
+                context=draft.context + draft.question if draw.query_aware else draft.context,
+                question=draft.cue if draw.query_aware else draft.question + draft.cue,
                 answers=draft.answers,
                 choices=draft.choices,
                 cluster=name,
+                stop=draft.stop,
+                max_new_tokens=draft.max_new_tokens,
+                metric=draft.metric,
+                references=draft.references,
+                depths=draft.depths,
             )
     raise ValueError(
         f"task {one.name!r} has no more different items at length {length} after {index}; ask for fewer items or a "
