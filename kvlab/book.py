@@ -1,17 +1,20 @@
-"""ScoreBook: every score of a run, by role, config and item. What is in the book is never scored again.
+"""ScoreBook: every score of a run, by role, config and item. What is in the book, or in a memo of earlier runs, is
+never scored again.
 
 It is the only place of the search that calls the subject, the only one that writes rows, and the one that stops when
 asked to: between items, with everything saved.
 """
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvlab.config import KVConfig
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
+from kvlab.memo import Memo
 from kvlab.progress import Progress
 from kvlab.runs import Run
 from kvlab.stopping import Interrupted, StopFlag
@@ -41,11 +44,15 @@ class Scoring(Protocol):
 class ScoreBook:
     """Rows of one run in memory and on disk. `role` tells apart passes over the same items: search, confirm, aa, ..."""
 
-    def __init__(self, run: Run, subject: Scoring, stop: StopFlag, progress: Progress) -> None:
-        self.run, self.subject, self.stop, self.progress = run, subject, stop, progress
+    def __init__(
+        self, run: Run, subject: Scoring, stop: StopFlag, progress: Progress, memo: Memo | None = None
+    ) -> None:
+        self.run, self.subject, self.stop, self.progress, self.memo = run, subject, stop, progress, memo
         self.rows: dict[Key, ItemScore] = {}
         self.failures: dict[str, str] = {}
+        self.remembered = 0
         self._unsaved: list[dict[str, Any]] = []
+        self._unkept: list[tuple[Item, ItemScore]] = []
         self._saved_at = time.monotonic()
         # A kill may have come between a prefill and the status that counts it; its snapshot is there all the same.
         on_disk = len(list((run.path / "snapshots").glob("*.safetensors")))
@@ -58,6 +65,8 @@ class ScoreBook:
         for record in self.run.rows().to_dict("records"):
             row: dict[str, Any] = {str(k): None if v != v else v for k, v in record.items() if k in names}
             self.rows[(record["role"], row["config_id"], row["item_id"])] = ItemScore(**row)
+            # A run that names no other has scored the row itself; older runs have no such column.
+            self.remembered += isinstance(record.get("scored_in"), str)
 
     @property
     def prefills(self) -> int:
@@ -76,13 +85,23 @@ class ScoreBook:
     def get(self, role: str, config: KVConfig, item: Item) -> ItemScore:
         return self.rows[(role, config.id, item.id)]
 
-    def ensure(self, role: str, items: Sequence[Item], configs: Iterable[KVConfig], *, persist: bool = True) -> None:
-        """Score what is missing, items that miss the same configs together.
+    def ensure(
+        self,
+        role: str,
+        items: Sequence[Item],
+        configs: Iterable[KVConfig],
+        *,
+        persist: bool = True,
+        anew: bool = False,
+    ) -> None:
+        """Score what is missing, items that miss the same configs together; `anew` even where a memo has it.
 
         A config that cannot be scored is set aside in `failures` with its reason and does not stop the others. Raises
         Interrupted between items when a stop was asked for.
         """
         wanted = {c.id: c for c in configs}
+        if not anew:
+            self._recall(role, items, wanted)
         groups: dict[tuple[str, ...], list[Item]] = {}
         for item in items:
             missing = tuple(i for i in wanted if (role, i, item.id) not in self.rows and i not in self.failures)
@@ -91,6 +110,23 @@ class ScoreBook:
         for ids, group in groups.items():
             self._score(role, group, [wanted[i] for i in ids], persist)
         self.save()
+
+    def _recall(self, role: str, items: Sequence[Item], wanted: Mapping[str, KVConfig]) -> None:
+        """Take from the memo what it has, noting which run scored it."""
+        if self.memo is None:
+            return
+        for item, (config_id, config) in itertools.product(items, wanted.items()):
+            key = (role, config_id, item.id)
+            if key in self.rows or config_id in self.failures or (held := self.memo.get(config_id, item)) is None:
+                continue
+            self.rows[key], scored_in = held
+            self._note(role, config, self.rows[key], scored_in)
+            self.remembered += 1
+            self.progress.add()
+
+    def _note(self, role: str, config: KVConfig, row: ItemScore, scored_in: str | None) -> None:
+        more = {"role": role, "label": config.label, "scored_in": scored_in}
+        self._unsaved.append(dataclasses.asdict(row) | more)
 
     def _score(self, role: str, items: Sequence[Item], configs: list[KVConfig], persist: bool) -> None:
         try:
@@ -106,10 +142,11 @@ class ScoreBook:
                     self._score(role, left, [config], persist)
 
     def _pass(self, role: str, items: Sequence[Item], configs: list[KVConfig], persist: bool) -> None:
-        labels = {c.id: c.label for c in configs}
+        by_id, asked = {c.id: c for c in configs}, {i.id: i for i in items}
         for n, row in enumerate(self.subject.score(items, configs, persist=persist), start=1):
             self.rows[(role, row.config_id, row.item_id)] = row
-            self._unsaved.append(dataclasses.asdict(row) | {"role": role, "label": labels[row.config_id]})
+            self._note(role, by_id[row.config_id], row, None)
+            self._unkept.append((asked[row.item_id], row))
             self.progress.add()
             if n % len(configs) == 0:
                 self._pause()
@@ -127,4 +164,8 @@ class ScoreBook:
             self.run.append(self._unsaved)
             self._unsaved = []
             self.run.set_status("running", **self.counts())
+        # After the run's own rows: what a memo holds of a run, the run holds too.
+        if self._unkept and self.memo is not None:
+            self.memo.put(self._unkept, self.run.path.name)
+        self._unkept = []
         self._saved_at = time.monotonic()

@@ -59,7 +59,7 @@ def judge_arms(
         part = items.items[start : start + _ITEMS_AT_ONCE]
         book.progress.at(f"{stage}: item {start + 1} of {len(items)}")
         book.ensure(ROLE, part, configs, persist=False)
-        book.ensure(AA_ROLE, part, [BASELINE], persist=False)
+        book.ensure(AA_ROLE, part, [BASELINE], persist=False, anew=True)
     failed = [c for c in (BASELINE, control) if c.id in book.failures]
     if failed:
         raise UnscorableError(f"a control cannot be scored, so nothing can be judged: {book.failures[failed[0].id]}")
