@@ -51,7 +51,7 @@ FLOORS: dict[str, float] = {
     "__main__": 7,
 }
 # Beside the tower: no torch, no transformers, and of kvlab only each other. Floors from 4 on may use them.
-BESIDE = {"evals", "memo", "progress", "provenance", "report", "runs", "stats", "stopping", "study"}
+BESIDE = {"evals", "memo", "progress", "provenance", "report", "runs", "sandbox", "stats", "stopping", "study"}
 BESIDE_FROM = 4
 # Who may import what, directly. Names that are not listed here are free.
 DOORS: dict[str, set[str]] = {

@@ -1,0 +1,49 @@
+"""A Python that has run nothing and holds nothing, and forks one cell for each program it is sent.
+
+Starting an interpreter takes longer than most programs. What is forked here is as fresh: no program ever runs in this
+process, and it never reads one. `python -m` is not how it starts: see `kvlab.sandbox.worker`.
+"""
+
+import os
+import signal
+import socket
+import sys
+from array import array
+
+from kvlab.sandbox import linux, root
+from kvlab.sandbox.cell import Bounds, Ends, run
+
+HANDED = 4  # files sent with every program
+
+
+def main() -> None:
+    """Serve the socket on descriptor 0 until the other side closes it."""
+    linux.die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with open("/proc/self/oom_score_adj", "w") as first_to_go:
+        first_to_go.write("1000")
+    sys.path.pop(0)  # where kvlab lies; a program must not see it
+    folders, machine = root.libraries(), os.uname().machine
+    caller = socket.socket(fileno=os.dup(0))
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    while True:
+        words, files = _received(caller)
+        if not words:
+            return
+        as_root, *bounds = (int(word) for word in words.split())
+        waiter = os.fork()
+        if waiter == 0:
+            run(Ends(*files), Bounds(*bounds), folders, machine, bool(as_root))
+        for file in files:
+            os.close(file)
+        caller.send(str(waiter).encode())
+        os.waitpid(waiter, 0)
+
+
+def _received(caller: socket.socket) -> tuple[bytes, array]:
+    files = array("i")
+    words, extra, _, _ = caller.recvmsg(256, socket.CMSG_SPACE(HANDED * files.itemsize))
+    for _, _, data in extra:
+        files.frombytes(data)
+    return words, files

@@ -1,0 +1,230 @@
+"""Values as bytes and back, for two processes of which one must not trust the other.
+
+Plain data crosses as data and arrives as exactly the built-in type: a list subclass with an `__eq__` of its own arrives
+as a list. What is no data stays where it is and crosses as a reference, which the other side can use but not look
+into. Decoding runs nothing that the bytes name. Shared and cyclic lists, dicts and sets stay shared and cyclic.
+
+Known beside the built-in types: those of `_KNOWN`, by their arguments. Everything else is up to `foreign` and
+`reference`.
+"""
+
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# Classes that may cross by name. None of them runs code when called with plain data.
+PLAIN_TYPES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, object, set, str, tuple, type(None))
+_TYPE_NAMES = {kind.__name__: kind for kind in PLAIN_TYPES}
+_SINGLE: dict[bytes, object] = {b"N": None, b"T": True, b"F": False, b"E": ..., b"I": NotImplemented}
+_SINGLE_TAGS = {id(value): tag for tag, value in _SINGLE.items()}
+# Standard classes that cross as (module, name, arguments). `None` from the second function: this one stays a reference.
+_KNOWN: dict[tuple[str, str], Callable[[Any], tuple | None]] = {
+    ("collections", "Counter"): lambda x: (dict(dict.items(x)),),
+    ("collections", "OrderedDict"): lambda x: (list(dict.items(x)),),
+    ("collections", "defaultdict"): lambda x: (
+        (x.default_factory, dict(dict.items(x))) if x.default_factory in (None, *PLAIN_TYPES) else None
+    ),
+    ("collections", "deque"): lambda x: (list(x), x.maxlen),
+    ("decimal", "Decimal"): lambda x: (str(x),),
+    ("fractions", "Fraction"): lambda x: (x.numerator, x.denominator),
+    ("datetime", "date"): lambda x: (x.year, x.month, x.day),
+    ("datetime", "timedelta"): lambda x: (x.days, x.seconds, x.microseconds),
+    ("datetime", "time"): lambda x: (x.hour, x.minute, x.second, x.microsecond) if x.tzinfo is None else None,
+    ("datetime", "datetime"): lambda x: (
+        (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond) if x.tzinfo is None else None
+    ),
+}
+_KNOWN_MODULES = frozenset(module for module, _ in _KNOWN)
+
+
+class MalformedError(ValueError):
+    """Bytes that no honest encoder writes."""
+
+
+class Encoder:
+    """One message. `foreign(value)` gives the tag and number under which a value that is no data crosses."""
+
+    def __init__(self, foreign: Callable[[object], tuple[bytes, int]]) -> None:
+        self.foreign = foreign
+        self.parts: list[bytes] = []
+        self.seen: dict[int, int] = {}
+        self.kept: list[object] = []  # ids must not be used again while this message is written
+
+    def bytes_of(self, value: object) -> bytes:
+        self.put(value)
+        return b"".join(self.parts)
+
+    def put(self, value: Any) -> None:
+        tag = _SINGLE_TAGS.get(id(value))
+        if tag is not None:
+            self.parts.append(tag)
+        elif isinstance(value, int):
+            # The C function itself: a subclass can not put other digits in their place.
+            self._block(b"i", int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True))
+        elif isinstance(value, float):
+            self.parts.append(b"f" + struct.pack("<d", value))
+        elif isinstance(value, str):
+            self._block(b"s", str.encode(value, "utf-8", "surrogatepass"))
+        elif isinstance(value, (list, dict, set, bytearray)):
+            self._shared(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._many(b"t" if isinstance(value, tuple) else b"z", value)
+        else:
+            self._rare(value)
+
+    def _block(self, tag: bytes, data: bytes) -> None:
+        self.parts += (tag, struct.pack("<I", len(data)), data)
+
+    def _many(self, tag: bytes, values: Iterable[object]) -> None:
+        items = list(values)
+        self.parts += (tag, struct.pack("<I", len(items)))
+        for item in items:
+            self.put(item)
+
+    def _shared(self, value: Any) -> None:
+        before = self.seen.get(id(value))
+        if before is not None:
+            self.parts.append(b"&" + struct.pack("<I", before))
+            return
+        known = self._known(value)
+        self.seen[id(value)] = len(self.seen)
+        self.kept.append(value)
+        if known is not None:
+            self._many(b"k", known)
+        elif isinstance(value, dict):
+            self._many(b"d", [part for pair in dict.items(value) for part in pair])
+        elif isinstance(value, list):
+            self._many(b"l", list.__iter__(value))
+        elif isinstance(value, set):
+            self._many(b"S", set.__iter__(value))
+        else:
+            self._block(b"a", bytes(value))
+
+    def _rare(self, value: Any) -> None:
+        if isinstance(value, bytes):
+            self._block(b"b", bytes(value))
+        elif isinstance(value, complex):
+            self.parts.append(b"c" + struct.pack("<dd", value.real, value.imag))
+        elif type(value) is range:
+            self._many(b"R", (value.start, value.stop, value.step))
+        elif type(value) is slice:
+            self._many(b"L", (value.start, value.stop, value.step))
+        elif any(value is kind for kind in PLAIN_TYPES):
+            self._block(b"n", value.__name__.encode())
+        elif type(value).__module__ in _KNOWN_MODULES:
+            self._shared_known(value)
+        else:
+            tag, number = self.foreign(value)
+            self.parts.append(tag + struct.pack("<I", number))
+
+    def _shared_known(self, value: object) -> None:
+        """deque and the immutable ones: no built-in type underneath."""
+        known = self._known(value)
+        if known is None:
+            tag, number = self.foreign(value)
+            self.parts.append(tag + struct.pack("<I", number))
+        else:
+            self.seen[id(value)] = len(self.seen)
+            self.kept.append(value)
+            self._many(b"k", known)
+
+    @staticmethod
+    def _known(value: object) -> tuple | None:
+        kind = type(value)
+        place = (kind.__module__, kind.__qualname__)
+        arguments = _KNOWN.get(place)
+        # Another class may carry the same name: only the one that the module holds counts.
+        if arguments is None or getattr(sys.modules.get(place[0]), place[1], None) is not kind:
+            return None
+        given = arguments(value)
+        return None if given is None else (*place, *given)
+
+
+class Decoder:
+    """One message back. `reference(tag, number)` gives what a crossing reference stands for."""
+
+    def __init__(self, data: bytes, reference: Callable[[bytes, int], object]) -> None:
+        self.data, self.place, self.reference = data, 0, reference
+        self.seen: list[object] = []
+
+    def value(self) -> Any:
+        """The one value of the message. Raises MalformedError, or RecursionError for one nested too deep."""
+        try:
+            out = self._get()
+        except (struct.error, TypeError, ValueError, LookupError, OverflowError, ArithmeticError) as error:
+            raise MalformedError(f"a message that can not be read: {error}") from None
+        if self.place != len(self.data):
+            raise MalformedError("a message with something behind its end")
+        return out
+
+    def _take(self, count: int) -> bytes:
+        part = self.data[self.place : self.place + count]
+        if len(part) != count:
+            raise MalformedError("a message that ends too early")
+        self.place += count
+        return part
+
+    def _number(self) -> int:
+        return struct.unpack("<I", self._take(4))[0]
+
+    def _many(self) -> list[Any]:
+        return [self._get() for _ in range(self._number())]
+
+    def _get(self) -> Any:
+        tag = self._take(1)
+        if tag in _SINGLE:
+            return _SINGLE[tag]
+        if tag == b"i":
+            return int.from_bytes(self._take(self._number()), "little", signed=True)
+        if tag == b"f":
+            return struct.unpack("<d", self._take(8))[0]
+        if tag == b"s":
+            return self._take(self._number()).decode("utf-8", "surrogatepass")
+        if tag in (b"l", b"d", b"S", b"a"):
+            return self._shared(tag)
+        if tag == b"t":
+            return tuple(self._many())
+        if tag == b"&":
+            return self.seen[self._number()]
+        return self._rare(tag)
+
+    def _shared(self, tag: bytes) -> Any:
+        """Into `seen` before its parts are read: a list may hold itself."""
+        out: Any = {b"l": list, b"d": dict, b"S": set, b"a": bytearray}[tag]()
+        self.seen.append(out)
+        if tag == b"a":
+            out += self._take(self._number())
+        elif tag == b"l":
+            out += self._many()
+        elif tag == b"S":
+            out.update(self._many())
+        else:
+            parts = self._many()
+            out.update(zip(parts[::2], parts[1::2], strict=True))
+        return out
+
+    def _rare(self, tag: bytes) -> Any:
+        if tag == b"b":
+            return self._take(self._number())
+        if tag == b"c":
+            return complex(*struct.unpack("<dd", self._take(16)))
+        if tag == b"z":
+            return frozenset(self._many())
+        if tag in (b"R", b"L"):
+            return (range if tag == b"R" else slice)(*self._many())
+        if tag == b"n":
+            return _TYPE_NAMES[self._take(self._number()).decode()]
+        if tag == b"k":
+            return self._known()
+        return self.reference(tag, self._number())
+
+    def _known(self) -> Any:
+        place = len(self.seen)
+        self.seen.append(None)
+        module, name, *arguments = self._many()
+        if (module, name) not in _KNOWN:
+            raise MalformedError(f"{module}.{name} may not cross")
+        kind = getattr(__import__(module), name)
+        self.seen[place] = kind(*arguments)
+        return self.seen[place]
