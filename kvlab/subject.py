@@ -23,7 +23,7 @@ from kvlab.cache import KVCache
 from kvlab.calibration import calibrated
 from kvlab.centring import Centres
 from kvlab.config import KVConfig
-from kvlab.evals import metrics
+from kvlab.evals import execution, metrics
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
 from kvlab.models import Loaded
@@ -302,9 +302,16 @@ class LocalSubject:
 
     # -- generate pass -------------------------------------------------------------------------------------------------
 
-    def generate(self, items: Sequence[Item], config: KVConfig) -> Iterator[ItemScore]:
-        """Rows from greedy decoding on the packed cache, several items at once, each cut at its stop strings."""
+    def generate(
+        self, items: Sequence[Item], config: KVConfig, *, runner: execution.Runner | None = None
+    ) -> Iterator[ItemScore]:
+        """Rows from greedy decoding on the packed cache, several items at once, each cut at its stop strings.
+
+        Generated code runs in `runner` only; without one, items that need it are a ValueError before anything is
+        computed.
+        """
         config.check(self.shape)
+        execution.check_runnable(items, runner)
         questions = [self._tokens(item) for item in items]
         with attach(self.model, BASELINE, plan=self.plan, centres=self.centres([config])) as attachment:
             for batch in _chunks(questions, self.max_rows):
@@ -313,7 +320,10 @@ class LocalSubject:
                 sizes = [cache.nbytes for cache in caches]
                 texts = self._decode(batch, caches)
                 seconds = (time.perf_counter() - start) / len(batch)
-                for question, cache, size, (text, length) in zip(batch, caches, sizes, texts, strict=True):
+                graded = execution.grade_all([q.item for q in batch], [text for text, _ in texts], runner)
+                for question, cache, size, (text, length), found in zip(
+                    batch, caches, sizes, texts, graded, strict=True
+                ):
                     right = float(any(metrics.exact(text, a) for a in question.item.answers))
                     row = self._scored(
                         question,
@@ -321,7 +331,7 @@ class LocalSubject:
                         cache,
                         mode="true",
                         form="generate",
-                        score=metrics.grade(question.item, text),
+                        score=found.score,
                         exact=right,
                         token_accuracy=right,
                         nll=float("nan"),
@@ -330,6 +340,9 @@ class LocalSubject:
                         prediction=text,
                         answer_tokens=length,
                         seconds=seconds,
+                        extracted=found.extracted,
+                        benchmark=found.benchmark,
+                        outcome=found.outcome,
                     )
                     self.counters.configs.add(config.id)
                     self.counters.item_scores += 1

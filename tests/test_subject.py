@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvlab import models
 from kvlab.attach import attach, cache_kwarg
 from kvlab.codecs import Affine, Fp8
 from kvlab.config import KVConfig
-from kvlab.evals.item import Item
+from kvlab.evals.item import CodeCheck, Item
 from kvlab.evals.subject import ItemScore, Subject
 from kvlab.models import Loaded
 from kvlab.policies import AttentionMass, Fraction, Recency, Tokens, WindowAttention
@@ -543,12 +544,36 @@ def test_generated_answers_are_graded_against_every_gold_answer(loaded) -> None:
 def test_generated_numbers_are_compared_as_numbers_where_the_task_says_so(loaded, monkeypatch) -> None:
     """GSM8K's metric, on text that a stub of the decoder gives."""
     s = subject(loaded)
-    item = _asked(ITEMS[0], id="gsm8k/confirm/0/0", task="gsm8k", family="math", answers=("#### 18",))
-    for text, score in (("It is 9 + 9 = 18.00", 1.0), ("It is 18.5", 0.0), ("#### 18", 1.0)):
+    item = _asked(ITEMS[0], family="math", answers=("#### 18",), metric="number")
+    for text, score, strict, found in (
+        ("It is 9 + 9 = 18.00", 1.0, 0.0, True),
+        ("It is 18.5", 0.0, 0.0, True),
+        ("#### 18", 1.0, 1.0, True),
+        ("I do not know", 0.0, 0.0, False),
+    ):
         monkeypatch.setattr(s, "_decode", lambda batch, caches, text=text: [(text, 3)] * len(batch))
         (row,) = s.generate([item], BASELINE)
-        assert row.score == score
+        assert (row.score, row.benchmark, row.extracted, row.outcome) == (score, strict, found, None)
         assert row.exact == float(text == "#### 18")
+
+
+def test_generated_code_runs_where_a_runner_is_given_and_nowhere_else(loaded, monkeypatch) -> None:
+    s = subject(loaded)
+    check = CodeCheck(before="", entry="f", tests="assert f() == 1")
+    item = _asked(ITEMS[0], answers=("def f():\n    return 1",), metric="execute", forced="tokens", check=check)
+    with pytest.raises(ValueError, match="running it was not allowed"):
+        list(s.generate([item], BASELINE))
+    assert s.counters.prefills == 0
+    ran: list[str] = []
+
+    def runner(sources):
+        ran.extend(sources)
+        return [SimpleNamespace(verdict="timeout", detail="") for _ in sources]
+
+    monkeypatch.setattr(s, "_decode", lambda batch, caches: [("def f():\n    return 1\n", 3), ("no", 1)])
+    rows = list(s.generate([item, dataclasses.replace(item, id="needle_text/confirm/0/1")], BASELINE, runner=runner))
+    assert [(r.score, r.extracted, r.outcome) for r in rows] == [(0.0, True, "timeout"), (0.0, False, "no code")]
+    assert ran == ["def f():\n    return 1\n\nassert f() == 1\n"]
 
 
 # -- models that cannot be stacked -------------------------------------------------------------------------------------

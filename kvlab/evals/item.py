@@ -88,6 +88,8 @@ class Item:
             raise unknown("forced score", self.forced, FORCED)
         if self.forced == "tokens" and self.choices:
             raise ValueError(f"item {self.id}: choices are compared by likelihood; forced must be 'exact'")
+        if self.metric == "likelihood" and self.forced != "tokens":
+            raise ValueError(f"item {self.id}: running text is scored token by token; forced must be 'tokens'")
         if (self.metric == "execute") != (self.check is not None):
             raise ValueError(f"item {self.id}: metric 'execute' and a code check belong together")
         if not all(reference in self.answers[0] for reference in self.references):

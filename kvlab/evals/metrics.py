@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from kvlab.evals.item import Item, unknown
+from kvlab.evals.item import unknown
 
 # grouped thousands first (1,250 and 1,00,000), then plain; a minus after a digit or a letter is an operator
 _NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+")
-_FINAL = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
+_MARKED = re.compile(r"####\s*(-?\s?[\d.,/]*\d)")
+_RATIO = re.compile(r"(?<![\w./])(-?\d+)/(\d+)(?![\w/]|\.\d)")
+_CURRENCY = re.compile(r"[$€£]\s?")
 _SPACES = re.compile(r"\s+")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -36,21 +38,51 @@ def exact(prediction: str, gold: str) -> bool:
 
 
 def numbers(text: str) -> list[Fraction]:
-    """All numbers in order, exactly (a Fraction holds every decimal). Thousands separators are removed."""
-    plain = text.replace("\u2212", "-")
-    return [Fraction(found.replace(",", "")) for found in _NUMBER.findall(plain)]
+    """All numbers in order, exactly (a Fraction holds every decimal).
+
+    Thousands separators and currency signs are removed, the minus sign may be Unicode's, and a full stop or comma that
+    no digit follows ends a sentence, not a number: `$29.00` is 29, `1,234.` is 1234, `5..` is 5. A per cent sign
+    changes nothing: `50%` is 50.
+    """
+    return [Fraction(found.replace(",", "")) for found in _NUMBER.findall(_ascii(text))]
+
+
+def _ascii(text: str) -> str:
+    """One minus sign, and none of the currency signs that come between it and its number."""
+    return _CURRENCY.sub("", text.replace("\u2212", "-").replace("\ufe63", "-").replace("\uff0d", "-"))
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of the text. A ratio of whole numbers written without spaces, `3/4`, is its value."""
+    plain = _ascii(text)
+    found = list(_NUMBER.finditer(plain))
+    if not found:
+        return None
+    ratios = [m for m in _RATIO.finditer(plain) if m.end() >= found[-1].end() and int(m[2])]
+    return Fraction(int(ratios[-1][1]), int(ratios[-1][2])) if ratios else Fraction(found[-1].group().replace(",", ""))
+
+
+def marked_number(text: str) -> Fraction | None:
+    """The number right after the last `####`, GSM8K's mark of the answer; None without the mark."""
+    marked = _MARKED.findall(_ascii(text))
+    return last_number(marked[-1]) if marked else None
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number after `####` where that mark is present, as in GSM8K, else the last number of the text."""
-    marked = _FINAL.findall(text)
-    found = numbers(marked[-1] if marked else text)
-    return found[-1] if found else None
+    """The marked number where there is one, else the last number of the text."""
+    value = marked_number(text)
+    return last_number(text) if value is None else value
 
 
 def number(prediction: str, gold: str) -> bool:
     """Equal final numbers: 18, 18.0 and $18.00 are the same, 18 and 18.5 are not."""
     value = final_number(prediction)
+    return value is not None and value == final_number(gold)
+
+
+def strict_number(prediction: str, gold: str) -> bool:
+    """Equal marked numbers: without `####` there is no answer, however right the last number is."""
+    value = marked_number(prediction)
     return value is not None and value == final_number(gold)
 
 
@@ -133,6 +165,11 @@ def literal(prediction: str, gold: str) -> bool:
     return left is not None and right is not None and _same(left[0], right[0])
 
 
+def is_literal(text: str) -> bool:
+    """Whether the text is a Python literal."""
+    return _literal(text) is not None
+
+
 def _literal(text: str) -> tuple[object] | None:
     try:
         return (ast.literal_eval(text.strip()),)
@@ -176,12 +213,3 @@ METRICS: dict[str, Callable[[str, str], bool]] = {
     "literal": literal,
     "contains": contains,
 }
-METRIC_OF = {"gsm8k": "number", "cruxeval": "literal"}
-"""Tasks whose generated answers need more than an exact comparison."""
-
-
-def grade(item: Item, text: str) -> float:
-    """The score in [0, 1] of a generated text: cut at the item's stop strings, then its task's metric, any gold."""
-    metric = METRICS[METRIC_OF.get(item.task, "exact")]
-    answer = cut(text, item.stop)
-    return float(any(metric(answer, gold) for gold in item.answers))

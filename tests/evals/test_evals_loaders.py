@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.evals import metrics
-from kvlab.evals.loaders import load_set, split_last_sentence, split_of
+from kvlab.evals import execution
+from kvlab.evals.columns import split_last_sentence
+from kvlab.evals.grading import grade
+from kvlab.evals.loaders import PUBLIC, at, find_spec, load, load_set, split_of
 
 DATA = Path(os.environ.get("KVLAB_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder {DATA}; set KVLAB_DATA")
@@ -37,9 +39,9 @@ def test_gsm8k_item(gsm: str) -> None:
         assert item.answers == (
             f" She has {index} + 2.5 = {index + 2.5} jars.\n#### {index + 2.5}", f" {index + 2.5}",
         )  # fmt: skip
-        assert (item.family, item.stop) == ("math", ("\nQuestion:",))
-        assert metrics.grade(item, item.answers[0]) == 1.0
-        assert metrics.grade(item, f"#### {index}") == 0.0
+        assert (item.family, item.stop, item.form) == ("math", ("\nQuestion:",), "tokens")
+        assert grade(item, item.answers[0]).score == 1.0
+        assert grade(item, f"#### {index}").score == 0.0
 
 
 def test_splits_are_disjoint_complete_and_stable(gsm: str) -> None:
@@ -86,7 +88,8 @@ def test_cruxeval_item(tmp_path: Path) -> None:
     assert item.context.endswith(f"\ndef f(a):\n    return a + {index}")
     assert item.question == "\nassert f(1) =="
     assert item.answers == (f" {index + 1}",)
-    assert metrics.grade(item, f" {index + 1}\n") == 1.0
+    assert grade(item, f" {index + 1}\n").score == 1.0
+    assert item.form == "greedy"
 
 
 @pytest.mark.parametrize(
@@ -111,21 +114,95 @@ def test_refusals(gsm: str, tmp_path: Path) -> None:
         load_set("gsm8k", gsm, split="test", n=1)
     with pytest.raises(ValueError, match="n=0"):
         load_set("gsm8k", gsm, split="search", n=0)
-    with pytest.raises(ValueError, match=r"no file '.*missing\.jsonl'; pass a \.jsonl file or a hub id"):
+    with pytest.raises(
+        ValueError, match=r"no file '.*missing\.jsonl'; pass a local file or a hub id such as openai/gsm8k"
+    ):
         load_set("gsm8k", str(tmp_path / "missing.jsonl"), split="search", n=1)
-    with pytest.raises(ValueError, match=r"row 0 of .* lacks id, code, input, output"):
+    with pytest.raises(ValueError, match=r"gsm\.jsonl line 1 has no column 'id'.* It has question, answer"):
         load_set("cruxeval", gsm, split="search", n=1)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"question": "a", \n')
-    with pytest.raises(ValueError, match="cannot read"):
+    with pytest.raises(ValueError, match=r"broken\.jsonl line 1 is not valid JSON"):
         load_set("gsm8k", str(broken), split="search", n=1)
 
 
+PLACES = {"gsm8k": (474, 651, 194), "humaneval": (51, 90, 23), "mbpp": (344, 483, 147), "cruxeval": (287, 390, 123)}
+
+
 @needs_data
-def test_the_real_files() -> None:
-    math = load_set("gsm8k", str(DATA / "gsm8k_test.jsonl"), split="confirm", n=400)
-    code = load_set("cruxeval", str(DATA / "cruxeval.jsonl"), split="confirm", n=300)
-    for item in (*math.items, *code.items):
-        assert metrics.grade(item, item.answers[0]) == 1.0
-        assert "<<" not in item.context + item.question + "".join(item.answers)
-    assert all(item.question.endswith("\nAnswer:") for item in math.items)
+@pytest.mark.parametrize("name", PLACES)
+def test_every_gold_answer_of_the_public_files_matches_itself(name: str) -> None:
+    loaded = load(at(find_spec(name), str(DATA)))
+    sizes = [loaded.size(split) for split in ("search", "confirm", "replicate")]
+    assert tuple(sizes) == PLACES[name]
+    items = [item for split in ("search", "confirm", "replicate") for item in loaded.items(split, 10**6)]
+    assert len({item.id for item in items}) == len(items) == sum(sizes)
+    for item in items:
+        assert "<<" not in item.context + item.question + "".join(item.answers) or name != "gsm8k"
+        if item.metric != "execute":
+            assert all(grade(item, answer).score == 1.0 and grade(item, answer).extracted for answer in item.answers)
+
+
+@needs_data
+def test_strict_reading_of_gsm8k_takes_every_worked_answer_and_no_bare_number() -> None:
+    for item in load(at(find_spec("gsm8k"), str(DATA))).items("confirm", 10**6):
+        worked, bare = item.answers
+        assert grade(item, worked).benchmark == 1.0
+        assert grade(item, bare).benchmark == 0.0
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+def test_canonical_solutions_are_found_whole_in_every_shape(name: str) -> None:
+    """The program holds the solution unchanged and ends in the tests, so what runs is what the set says."""
+    for item in load(at(find_spec(name), str(DATA))).items("confirm", 10**6):
+        assert (item.form, item.metric) == ("tokens", "execute")
+        assert item.check is not None
+        gold, tests = item.answers[0].strip("\n"), item.check.tests.strip()
+        for text in (item.answers[0], f"{gold}\n\n\nDone.\n"):
+            source = execution.tested(item, text)
+            assert source is not None
+            assert gold in source
+            assert source.endswith(f"{tests}\n")
+        if name == "humaneval":
+            full = item.context + item.question + item.answers[0]
+            fenced = execution.tested(item, f"Sure.\n```python\n{full}\n```\nIt is done.")
+            assert fenced is not None
+            assert fenced.count(gold) == 1
+            assert full == item.check.before.rstrip("\n") + item.answers[0]
+
+
+@needs_data
+def test_running_text_is_cut_into_windows_that_share_nothing() -> None:
+    loaded = load(at(find_spec("text"), str(DATA)))
+    items = [item for split in ("search", "confirm", "replicate") for item in loaded.items(split, 10**6)]
+    text = (DATA / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    places = sorted(text.index(item.context + item.question + item.answers[0]) for item in items)
+    assert len(set(places)) == len(items) > 600
+    lengths = {item.id: len(item.context + item.question + item.answers[0]) for item in items}
+    assert sum(lengths.values()) <= len(text)
+    assert {item.metric for item in items} == {"likelihood"}
+    confirm = {item.cluster for item in loaded.items("confirm", 10**6)}
+    assert not confirm & {item.cluster for item in loaded.items("search", 10**6)}
+
+
+def test_a_set_is_found_by_name_file_folder_or_hub_id(tmp_path: Path, gsm: str) -> None:
+    spec = find_spec("gsm8k")
+    assert (spec.source.hub, spec.source.file) == ("openai/gsm8k", None)
+    assert at(spec, gsm).source.file == Path(gsm)
+    assert at(spec, "me/mine").source.hub == "me/mine"
+    with pytest.raises(ValueError, match=r"no file 'gsm8k_test\.jsonl' in"):
+        at(spec, str(tmp_path))
+    (tmp_path / "gsm8k_test.jsonl").write_text(Path(gsm).read_text())
+    assert at(spec, str(tmp_path)).source.file == tmp_path / "gsm8k_test.jsonl"
+    with pytest.raises(ValueError, match=r"no file 'nowhere/mine\.toml'"):
+        find_spec("nowhere/mine.toml")
+    with pytest.raises(ValueError, match="has no rows of its own"):
+        load(find_spec("text"))
+
+
+def test_every_public_set_is_described() -> None:
+    for name in PUBLIC:
+        spec = find_spec(name)
+        assert spec.name == name
+        assert spec.source.offline
