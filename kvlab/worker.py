@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  python -m kvlab.search --budget-gb 6 --storage journal:study.log          starts a search, says what its study is called
-  python -m kvlab.worker --study NAME --storage journal:study.log           joins it, on the same machine
-  python -m kvlab.worker --study NAME --storage postgresql://kvlab@host/kvlab   joins one across machines
+  python -m kvlab.search --budget-gb 6 --storage journal:study.log   starts a search and says what its study is called
+  python -m kvlab.worker --study NAME --storage journal:study.log    joins it on the same machine
+  python -m kvlab.worker --study NAME --storage postgresql://kvlab@host/kvlab    joins one across machines
   python -m kvlab.worker --study try --storage journal:try.log --simulate --trials 40
   python -m kvlab.worker --study NAME --storage URL --workers 64 --recipe slurm > workers.sbatch
 
@@ -154,7 +154,7 @@ def _search(board: "Board", spec: Mapping[str, Any], args: argparse.Namespace) -
     # Heavy: torch, transformers, and the model itself.
     from kvlab.search import sharing
 
-    return sharing.joined(spec, model=args.model, threads=args.threads)
+    return sharing.joined(board, spec, model=args.model, threads=args.threads)
 
 
 OBJECTIVES: dict[str, Callable[["Board", Mapping[str, Any], argparse.Namespace], "Objective"]] = {

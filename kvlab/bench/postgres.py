@@ -1,4 +1,4 @@
-"""A PostgreSQL server of one's own, thrown away afterwards: Debian's package in a temporary folder, on a unix socket."""
+"""A PostgreSQL server of one's own, thrown away afterwards: in a temporary folder, on a unix socket."""
 
 import os
 import pwd

@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--out", type=Path, default=Path("runs"), help="folder for run folders (default runs)")
     out.add_argument("--resume", metavar="RUN", help="go on with a run: its folder, a unique beginning, or auto")
     out.add_argument("--dry-run", action="store_true", help="show the plan, bytes and time; run nothing")
+    out.add_argument("--storage", metavar="URL", help="let python -m kvlab.worker help: journal:FILE, postgresql://...")
+    out.add_argument("--study", help="with --storage: what to call the study (default: as the run)")
     out.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     out.add_argument("--quiet", action="store_true", help="no progress on stderr")
     return p
@@ -86,10 +88,12 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
     from kvlab.book import Interrupted, UnscorableError
     from kvlab.models import BrokenBaseline, ModelError
     from kvlab.runs import BusyError, Run
-    from kvlab.search import engine
+    from kvlab.search import engine, sharing
+    from kvlab.study.storages import StorageError, open_storage
 
     run: Run | None = None
     try:
+        storage = open_storage(args.storage) if args.storage else None
         if request is None:
             run = resumed = _resumed(args, given)
             request = Request.from_dict(resumed.config["request"])
@@ -102,8 +106,13 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
         else:
             engine.check_resumable(session, run)
         print(f"run: {run.path}", file=sys.stderr)
-        result = engine.execute(session, run, quiet=args.quiet)
-    except (UsageError, ModelError, UnsupportedModelError, FileNotFoundError, BusyError) as error:
+        share = sharing.start(session, run, storage, args.study) if storage else None
+        if share:
+            print(f"study: {share.board.name}; others join with: {share.invitation}", file=sys.stderr)
+        result = engine.execute(session, run, quiet=args.quiet, share=share and share.subject)
+        if share:
+            share.board.seal()
+    except (UsageError, StorageError, ModelError, UnsupportedModelError, FileNotFoundError, BusyError) as error:
         return _usage(error)
     except (Interrupted, KeyboardInterrupt):
         where = f"; go on with: python -m kvlab.search --resume {run.path}" if run is not None else ""

@@ -5,7 +5,7 @@ A resumed run takes the same steps over the rows it already has, so it ends wher
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from kvlab import confirm, models
-from kvlab.book import Interrupted, ScoreBook, StopFlag
+from kvlab.book import Interrupted, ScoreBook, Scoring, StopFlag
 from kvlab.calibration import facts
 from kvlab.centring import CentringError
 from kvlab.config import KVConfig
@@ -208,8 +208,13 @@ def check_resumable(session: Session, run: Run) -> None:
         )
 
 
-def execute(session: Session, run: Run, *, quiet: bool = False) -> dict[str, Any]:
-    """Race, confirm and write; returns the result document. Raises Interrupted with everything saved."""
+def execute(
+    session: Session, run: Run, *, quiet: bool = False, share: Callable[[StopFlag], Scoring] | None = None
+) -> dict[str, Any]:
+    """Race, confirm and write; returns the result document. Raises Interrupted with everything saved.
+
+    `share` gives what scores items, where other processes help with that.
+    """
     sizes = Sizes(**run.config["sizes"])
     torch.set_num_threads(run.config["threads"])
     with run.lock(), StopFlag() as stop:
@@ -217,7 +222,7 @@ def execute(session: Session, run: Run, *, quiet: bool = False) -> dict[str, Any
         earlier = float(run.status.get("wall_s", 0.0))
         progress = Progress(_planned_rows(session, sizes), quiet=quiet)
         run.set_status("running")
-        book = ScoreBook(run, session.subject, stop, progress)
+        book = ScoreBook(run, share(stop) if share else session.subject, stop, progress)
         # In the run's own folder: a resume finds them, and no other run's prefills are mistaken for this one's.
         session.subject.store.keep_in(run.path / "snapshots")
         progress.add(len(book.rows))

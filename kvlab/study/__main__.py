@@ -49,13 +49,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = parser().parse_args(argv)
-    from kvlab.study.storages import StorageError
-
     try:
         return {"ls": _ls, "status": _status, "repair": _repair, "serve": _serve}[args.command](args)
-    except StorageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

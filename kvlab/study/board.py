@@ -24,7 +24,7 @@ from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from kvlab.study.storages import Storage
+from kvlab.study.storages import Storage, StorageError
 from kvlab.study.unit import Outcome, Unit, Work
 
 LEASE_S = 60.0
@@ -35,7 +35,7 @@ PIECE = "kvlab.piece:"
 ENDED = (TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED)
 
 
-class StudyError(ValueError):
+class StudyError(StorageError):
     """A study that cannot be used as asked; the message names it, the rule and the fix."""
 
 
@@ -272,7 +272,11 @@ class Board:
             Work(
                 key=work["key"],
                 body=work["body"],
-                params={n: (t.params[n], t.distributions[n].choices) for n in t.params},
+                params={
+                    n: (t.params[n], tuple(map(str, d.choices)))
+                    for n, d in t.distributions.items()
+                    if isinstance(d, CategoricalDistribution)
+                },
             )
             for t, work in works.values()
         )

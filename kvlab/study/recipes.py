@@ -32,7 +32,7 @@ class Launch:
 
 
 def render(kind: str, launch: Launch) -> str:
-    """The text of a recipe. Raises StorageError for a storage that these workers could not share, or with a password."""
+    """The text of a recipe. Raises StorageError for a storage these workers could not share, or with a password."""
     if has_password(launch.storage):
         raise StorageError(
             f"--storage {hidden(launch.storage)} carries a password, which a recipe would show to everybody who reads "
