@@ -80,7 +80,7 @@ def _judged(peer: Peer, job: Job, tests: types.CodeType, given: types.CodeType) 
         space[name] = peer.ask("lookup", name)
     for name in wanted:
         if name not in space and _standard(name):
-            space[name] = __import__(name)
+            exec(f"import {name}", space)  # a name of the standard library, as the tests could have written
     exec(tests, space)
     peer.ask("names")  # tests that catch every exception would not notice that nobody was there
     return "passed", ""

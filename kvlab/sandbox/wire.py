@@ -4,12 +4,14 @@ Plain data crosses as data and arrives as exactly the built-in type: a list subc
 as a list. What is no data stays where it is and crosses as a reference, which the other side can use but not look
 into. Decoding runs nothing that the bytes name. Shared and cyclic lists, dicts and sets stay shared and cyclic.
 
-Known beside the built-in types: those of `_KNOWN`, by their arguments. Everything else is up to `foreign` and
-`reference`.
+Beside built-in types those of `_KNOWN` cross, by their arguments. Everything else is up to `foreign` and `reference`.
 """
 
+import collections
+import datetime
+import decimal
+import fractions
 import struct
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,24 +20,24 @@ PLAIN_TYPES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, lis
 _TYPE_NAMES = {kind.__name__: kind for kind in PLAIN_TYPES}
 _SINGLE: dict[bytes, object] = {b"N": None, b"T": True, b"F": False, b"E": ..., b"I": NotImplemented}
 _SINGLE_TAGS = {id(value): tag for tag, value in _SINGLE.items()}
-# Standard classes that cross as (module, name, arguments). `None` from the second function: this one stays a reference.
-_KNOWN: dict[tuple[str, str], Callable[[Any], tuple | None]] = {
-    ("collections", "Counter"): lambda x: (dict(dict.items(x)),),
-    ("collections", "OrderedDict"): lambda x: (list(dict.items(x)),),
-    ("collections", "defaultdict"): lambda x: (
+# Standard classes that cross by name and arguments. `None` from the function: this one stays a reference.
+_KNOWN: dict[type, Callable[[Any], tuple | None]] = {
+    collections.Counter: lambda x: (dict(dict.items(x)),),
+    collections.OrderedDict: lambda x: (list(dict.items(x)),),
+    collections.defaultdict: lambda x: (
         (x.default_factory, dict(dict.items(x))) if x.default_factory in (None, *PLAIN_TYPES) else None
     ),
-    ("collections", "deque"): lambda x: (list(x), x.maxlen),
-    ("decimal", "Decimal"): lambda x: (str(x),),
-    ("fractions", "Fraction"): lambda x: (x.numerator, x.denominator),
-    ("datetime", "date"): lambda x: (x.year, x.month, x.day),
-    ("datetime", "timedelta"): lambda x: (x.days, x.seconds, x.microseconds),
-    ("datetime", "time"): lambda x: (x.hour, x.minute, x.second, x.microsecond) if x.tzinfo is None else None,
-    ("datetime", "datetime"): lambda x: (
+    collections.deque: lambda x: (list(x), x.maxlen),
+    decimal.Decimal: lambda x: (str(x),),
+    fractions.Fraction: lambda x: (x.numerator, x.denominator),
+    datetime.date: lambda x: (x.year, x.month, x.day),
+    datetime.timedelta: lambda x: (x.days, x.seconds, x.microseconds),
+    datetime.time: lambda x: (x.hour, x.minute, x.second, x.microsecond) if x.tzinfo is None else None,
+    datetime.datetime: lambda x: (
         (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond) if x.tzinfo is None else None
     ),
 }
-_KNOWN_MODULES = frozenset(module for module, _ in _KNOWN)
+_KNOWN_NAMES = {kind.__name__: kind for kind in _KNOWN}
 
 
 class MalformedError(ValueError):
@@ -112,33 +114,19 @@ class Encoder:
             self._many(b"L", (value.start, value.stop, value.step))
         elif any(value is kind for kind in PLAIN_TYPES):
             self._block(b"n", value.__name__.encode())
-        elif type(value).__module__ in _KNOWN_MODULES:
-            self._shared_known(value)
-        else:
-            tag, number = self.foreign(value)
-            self.parts.append(tag + struct.pack("<I", number))
-
-    def _shared_known(self, value: object) -> None:
-        """deque and the immutable ones: no built-in type underneath."""
-        known = self._known(value)
-        if known is None:
-            tag, number = self.foreign(value)
-            self.parts.append(tag + struct.pack("<I", number))
-        else:
+        elif known := self._known(value):  # those with no built-in type underneath
             self.seen[id(value)] = len(self.seen)
             self.kept.append(value)
             self._many(b"k", known)
+        else:
+            tag, number = self.foreign(value)
+            self.parts.append(tag + struct.pack("<I", number))
 
     @staticmethod
     def _known(value: object) -> tuple | None:
-        kind = type(value)
-        place = (kind.__module__, kind.__qualname__)
-        arguments = _KNOWN.get(place)
-        # Another class may carry the same name: only the one that the module holds counts.
-        if arguments is None or getattr(sys.modules.get(place[0]), place[1], None) is not kind:
-            return None
-        given = arguments(value)
-        return None if given is None else (*place, *given)
+        arguments = _KNOWN.get(type(value))
+        given = None if arguments is None else arguments(value)
+        return None if given is None else (type(value).__name__, *given)
 
 
 class Decoder:
@@ -222,9 +210,6 @@ class Decoder:
     def _known(self) -> Any:
         place = len(self.seen)
         self.seen.append(None)
-        module, name, *arguments = self._many()
-        if (module, name) not in _KNOWN:
-            raise MalformedError(f"{module}.{name} may not cross")
-        kind = getattr(__import__(module), name)
-        self.seen[place] = kind(*arguments)
+        name, *arguments = self._many()
+        self.seen[place] = _KNOWN_NAMES[name](*arguments)
         return self.seen[place]
