@@ -32,8 +32,8 @@ def strict(prediction: str, references: Sequence[str], how: str = "all") -> floa
     Letter case is ignored; a reference must stand as whole words, hyphens and figures included: 12 is neither in 312
     nor in 12.5. A text that lists more than it was asked for says nothing: it scores 0 if it names another string
     of the same shape (a seven-digit number beside a seven-digit reference, five capitals beside five capitals, a pair
-    of hyphened words beside a pair), if in a list of several a word alone between commas is no reference, or if it has
-    more than 4 words for each word of the references and 16.
+    of hyphened words beside a pair), if between commas there stands a name of as many words as a named reference, or
+    in a list of several any other word alone, or if it has more than 4 words for each word of the references and 16.
     """
     _check(references, how)
     text = _squeeze(prediction)
@@ -42,7 +42,7 @@ def strict(prediction: str, references: Sequence[str], how: str = "all") -> floa
         return 0.0
     known = {_squeeze(reference).lower() for reference in references}
     rivals = [hit for shape in _shapes(named) for hit in re.findall(shape, text) if hit.lower() not in known]
-    return float(not rivals and not _lists_more(text, prediction, references, how))
+    return float(not rivals and not _lists_more(text, prediction, named, references, how))
 
 
 def stands_in(reference: str, text: str) -> bool:
@@ -84,17 +84,19 @@ def _shape(reference: str) -> str | None:
     return None
 
 
-def _lists_more(text: str, prediction: str, references: Sequence[str], how: str) -> bool:
-    """Whether a one-word entry of the list is no reference, or the text is far longer than any list of them."""
+def _lists_more(text: str, prediction: str, named: Sequence[str], references: Sequence[str], how: str) -> bool:
+    """Whether an entry of the list stands for another answer, or the text is far longer than any list of them."""
     allowed = _WORDS_EACH * sum(len(reference.split()) for reference in references) + _WORDS_MORE
     if len(text.split()) > allowed:
         return True
-    if how == "any" or len(references) == 1:
-        return False
     words = {word.lower() for reference in references for word in re.findall(r"[\w-]+", reference)}
+    names = {len(one.split()) for one in named if all(word[0].isupper() for word in one.split())}
     for entry in _SEPARATORS.split(prediction):
         found = re.findall(r"[\w-]+", _MARK.sub("", entry))
-        if len(found) == 1 and not found[0].isdigit() and found[0].lower() not in words:
+        new = [word for word in found if word.lower() not in words and not word[0].isdigit()]
+        if len(found) == len(new) == 1 and how == "all" and len(references) > 1:
+            return True
+        if len(found) == len(new) and len(found) in names and all(word[0].isupper() for word in found):
             return True
     return False
 
