@@ -71,9 +71,9 @@ def test_words_and_margins_are_those_of_the_code():
     (said,) = re.findall(r"(\d+) items a family can show 10 points, (\d+) show 5, (\d+) show 3, (\d+) show 2", TEXT)
     for n, margin in zip(map(int, said), (0.10, 0.05, 0.03, 0.02), strict=True):
         assert planned_margin(n) == margin
-        assert n == 25 or planned_margin(n - 1) > margin
-    with pytest.raises(ValueError, match="25"):
-        planned_margin(24)
+        assert n == 29 or planned_margin(n - 1) > margin
+    with pytest.raises(ValueError, match="29"):
+        planned_margin(28)
 
 
 def test_ci_takes_its_command_from_here(tmp_path):

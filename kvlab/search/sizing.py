@@ -10,16 +10,13 @@ import torch
 from kvlab.book import SCORE_ERRORS
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
-from kvlab.stats import planned_margin
+from kvlab.stats import MARGINS, least_items
 from kvlab.subject import LocalSubject
 
 # Shares of the time. The rest is loading, measuring, timing the winner, promoting the best, and rows that are slower
 # than those measured: a default run planned with .46 and .42 took 7 minutes instead of 6.
 _CONFIRM_SHARE, _SEARCH_SHARE = 0.40, 0.35
-# Just above the n that makes a margin possible, a config that loses exactly the margin still shows no loss in over 5 %
-# of runs. From these n on, (1 - margin)**n is under 5 %.
-_SAFE = {0.10: 29, 0.05: 59, 0.03: 99, 0.02: 149}
-_MIN_CONFIRM, _MAX_CONFIRM = 29, 256
+_MIN_CONFIRM, _MAX_CONFIRM = least_items(MARGINS[-1]), 256
 ARMS = 7  # confirm: baseline twice, the control, int8, three finalists
 
 
@@ -88,9 +85,9 @@ def fit(minutes: float, speed: Speed, families: int, anchors: int) -> Sizes:
     total = minutes * 60
     per_confirm = families * (speed.prefill_s + ARMS * speed.row_s)
     confirm = max(_MIN_CONFIRM, min(_MAX_CONFIRM, int(total * _CONFIRM_SHARE / per_confirm)))
-    confirm = max(confirm, _SAFE[planned_margin(confirm)])
     # A fifth more items is a fair price for the next smaller margin.
-    confirm = next((safe for safe in _SAFE.values() if confirm < safe <= 1.2 * confirm), confirm)
+    steps = [least_items(margin) for margin in reversed(MARGINS)]
+    confirm = next((least for least in steps if confirm < least <= 1.2 * confirm), confirm)
     search_s = total * _SEARCH_SHARE
     per_item = families * (speed.prefill_s + (anchors + 1) * speed.row_s)
     items = next((n for n in (64, 48, 32, 24, 16) if n * per_item <= 0.6 * search_s), 8)

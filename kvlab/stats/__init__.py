@@ -3,9 +3,13 @@
 Knows numbers only: scores in [0, 1], paired by item. Knows no model, no cache, no file and no figure.
 """
 
-from kvlab.stats.intervals import Estimate, cluster_bootstrap, macro, pooled, sample_error, sign_flip_p, wilson
+from kvlab.stats.betting import Sequential, anytime_p, betting_wealth, sequential
+from kvlab.stats.clustered import cluster_bootstrap, score_p, sign_flip_p
+from kvlab.stats.exact import critical_z, pass_rate, unconditional_p
+from kvlab.stats.intervals import Estimate, macro, pooled, sample_error, wilson
 from kvlab.stats.multiple import fixed_sequence, holm
-from kvlab.stats.paired import MARGINS, mcnemar_p, n_needed, planned_margin, tango_interval, tango_z
+from kvlab.stats.paired import mcnemar_p, tango_interval, tango_z
+from kvlab.stats.power import MARGINS, least_items, n_needed, planned_margin
 from kvlab.stats.verdict import (
     BASELINE_RANGE,
     VERDICTS,
@@ -26,21 +30,30 @@ __all__ = [
     "FamilyVerdict",
     "Judgement",
     "Paired",
+    "Sequential",
+    "anytime_p",
+    "betting_wealth",
     "cluster_bootstrap",
     "control_failed",
+    "critical_z",
     "fixed_sequence",
     "holm",
     "judge",
     "judge_family",
+    "least_items",
     "macro",
     "mcnemar_p",
     "n_needed",
+    "pass_rate",
     "planned_margin",
     "pooled",
     "sample_error",
     "score_interval",
+    "score_p",
+    "sequential",
     "sign_flip_p",
     "tango_interval",
     "tango_z",
+    "unconditional_p",
     "wilson",
 ]

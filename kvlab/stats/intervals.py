@@ -1,10 +1,10 @@
-"""Intervals and errors of means: one arm (Wilson), groups of tasks (macro, pooled), paired differences (bootstrap).
+"""Intervals and errors of one arm's mean: Wilson for a proportion, standard errors of groups of tasks.
 
-Knows arrays of scores; knows neither verdicts nor margins.
+Knows arrays of scores; knows neither pairs nor verdicts nor margins.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,95 +71,6 @@ def pooled(groups: Mapping[str, Sequence[float]]) -> Estimate:
     _need_items(tasks)
     everything = np.concatenate(list(tasks.values()))
     return Estimate("pooled", float(everything.mean()), sample_error(everything.tolist()), len(everything))
-
-
-def cluster_bootstrap(
-    diffs: Sequence[float],
-    clusters: Sequence[Hashable] | None = None,
-    *,
-    level: float = 0.90,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """BCa interval of the mean paired difference, resampling whole clusters (items that share a source).
-
-    diffs lie in [-1, 1]; without clusters each item is its own. A bootstrap cannot see what the sample does not
-    hold, and shrinks to zero width when nothing differs, so each end is moved out to at least
-    z^2 / (k + z^2) from the mean, the reach of the Tango interval for k silent clusters.
-    Source: Efron (1987), JASA 82:171-185. Raises ValueError for fewer than two clusters.
-    """
-    values = np.asarray(diffs, dtype=np.float64)
-    sums, sizes = _by_cluster(values, clusters)
-    k = len(sums)
-    if k < 2:
-        raise ValueError(f"a bootstrap needs at least 2 clusters, got {k}: nothing varies between them")
-    mean = float(sums.sum() / sizes.sum())
-    z = float(norm.ppf(0.5 + level / 2))
-    reach = z * z / (k + z * z)
-    low, high = _bca(sums, sizes, mean, level, resamples, seed) if np.ptp(values) > 0 else (mean, mean)
-    return max(-1.0, min(low, mean - reach)), min(1.0, max(high, mean + reach))
-
-
-def sign_flip_p(
-    diffs: Sequence[float],
-    clusters: Sequence[Hashable] | None = None,
-    *,
-    alternative: str = "two-sided",
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> float:
-    """Randomisation p-value of H0: the two arms are exchangeable within a cluster; the counterpart of McNemar for
-    fractional or clustered scores. Exact when 2^clusters <= resamples, else Monte Carlo with the +1 correction."""
-    if alternative not in ("two-sided", "greater"):
-        raise ValueError(f"alternative must be 'two-sided' or 'greater', got {alternative!r}")
-    sums, _ = _by_cluster(np.asarray(diffs, dtype=np.float64), clusters)
-    sums = sums[sums != 0]
-    if len(sums) == 0:
-        return 1.0
-    exact = 2 ** len(sums) <= resamples if len(sums) < 60 else False
-    if exact:
-        bits = (np.arange(2 ** len(sums))[:, None] >> np.arange(len(sums))) & 1
-        null = (2 * bits - 1) @ sums
-    else:
-        rng = np.random.default_rng(seed)
-        null = np.concatenate([(2 * rng.integers(0, 2, (500, len(sums))) - 1) @ sums for _ in range(resamples // 500)])
-    observed = sums.sum()
-    slack = 1e-12 * np.abs(sums).sum()
-    hits = null >= observed - slack if alternative == "greater" else np.abs(null) >= abs(observed) - slack
-    return float(hits.mean() if exact else (hits.sum() + 1) / (len(null) + 1))
-
-
-def _bca(
-    sums: np.ndarray, sizes: np.ndarray, mean: float, level: float, resamples: int, seed: int
-) -> tuple[float, float]:
-    rng = np.random.default_rng(seed)
-    k = len(sums)
-    draws = np.empty(resamples)
-    for start in range(0, resamples, 1000):  # 1000 rows at a time keep the index block small
-        pick = rng.integers(0, k, (min(1000, resamples - start), k))
-        draws[start : start + len(pick)] = sums[pick].sum(1) / sizes[pick].sum(1)
-    below = ((draws < mean).sum() + 0.5 * (draws == mean).sum()) / resamples
-    bias = norm.ppf(np.clip(below, 1 / resamples, 1 - 1 / resamples))
-    jackknife = (sums.sum() - sums) / (sizes.sum() - sizes)
-    centred = jackknife.mean() - jackknife
-    spread = (centred**2).sum() ** 1.5
-    acceleration = (centred**3).sum() / (6 * spread) if spread > 0 else 0.0
-    tails = bias + norm.ppf([0.5 - level / 2, 0.5 + level / 2])
-    shares = norm.cdf(bias + tails / (1 - acceleration * tails))
-    low, high = np.quantile(draws, shares)
-    return float(low), float(high)
-
-
-def _by_cluster(values: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:
-    if not np.isfinite(values).all() or (np.abs(values) > 1).any():
-        raise ValueError("differences of scores must be finite and in [-1, 1]")
-    if clusters is None:
-        return values, np.ones(len(values))
-    if len(clusters) != len(values):
-        raise ValueError(f"need one cluster per difference, got {len(clusters)} clusters for {len(values)}")
-    order = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
-    index = np.array([order[name] for name in clusters], dtype=np.int64)
-    return np.bincount(index, values, len(order)), np.bincount(index, minlength=len(order)).astype(np.float64)
 
 
 def _scores(scores: Sequence[float]) -> np.ndarray:

@@ -12,6 +12,8 @@ from kvlab.stats import (
     planned_margin,
     score_interval,
     tango_interval,
+    tango_z,
+    unconditional_p,
 )
 
 
@@ -27,7 +29,7 @@ def paired(n, b=0, c=0, accuracy=0.6, prefix="i"):
 CAUGHT = {"retrieval": True, "math": True, "code": True}
 
 
-@pytest.mark.parametrize("n", [25, 64, 128, 400])
+@pytest.mark.parametrize("n", [29, 64, 128, 400])
 def test_a_lossless_config_holds_at_the_planned_margin(n):
     margin = planned_margin(n)
     result = judge({f: paired(n, prefix=f) for f in CAUGHT}, margin, control_failed=CAUGHT)
@@ -51,6 +53,32 @@ def test_the_wording_example():
     assert (family.low, family.high) == tango_interval(6, 17, 512)
     assert family.verdict == "HOLDS"
     assert family.score - family.base == pytest.approx(family.diff)
+
+
+def test_the_interval_alone_is_not_enough():
+    """At 52 items without a flip the interval ends above -5 points; a loss of 5 points shows no flip in 7 % of runs."""
+    family = judge_family(paired(52), 0.05, control_failed=True)
+    assert family.low > -0.05
+    assert family.p_margin == pytest.approx(0.95**52)
+    assert family.verdict == "INCONCLUSIVE"
+    assert family.note == "the interval excludes a loss of the margin, the test does not (p = 0.069)"
+    assert family.n_needed == 59
+    assert judge_family(paired(59), 0.05, control_failed=True).verdict == "HOLDS"
+    # The same the other way round: 25 gains less than what would show a loss beyond ten points.
+    worse = judge_family(paired(25, b=7), 0.10, control_failed=True)
+    assert worse.high < -0.10
+    assert worse.verdict == ("WORSE" if unconditional_p(-tango_z(7, 0, 25, -0.1), 25, 0.1) <= 0.05 else "INCONCLUSIVE")
+
+
+def test_rare_losses_behind_small_gains_are_no_rise():
+    """29 fractional items, each .03 better: a sign flip is sure, but a rare loss of .6 may not have been drawn."""
+    ids = tuple(map(str, range(29)))
+    better = Paired(ids, (0.5,) * 29, (0.53,) * 29)
+    again = Paired(tuple(f"f{i}" for i in ids), (0.5,) * 29, (0.53,) * 29)
+    result = judge({"math": better}, 0.1, control_failed={"math": True}, replication={"math": again})
+    assert result.verdict == "HOLDS"
+    assert result.families["math"].p_superior == pytest.approx(0.97**29)
+    assert result.families["math"].p < 0.001
 
 
 def test_worse_needs_the_whole_interval_below_the_margin():
@@ -77,7 +105,7 @@ def test_three_flips_in_fifty_are_neither_loss_nor_win():
 def test_inconclusive_names_the_items_that_would_decide():
     family = judge_family(paired(100, b=3, c=3), 0.03, control_failed=True)
     assert family.verdict == "INCONCLUSIVE"
-    assert family.n_needed == 413  # 6.1826 * 0.06 / 0.03^2 = 412.2
+    assert family.n_needed == 461  # rounded up from (1.645 * sqrt(.0709) + .842 * sqrt(.06))^2 / .03^2
 
 
 @pytest.mark.parametrize(("n", "verdict"), [(0, "INCONCLUSIVE"), (1, "INCONCLUSIVE")])
@@ -173,7 +201,7 @@ def test_items_of_one_source_count_once():
     family = judge_family(grouped, 0.05, control_failed=True)
     assert family.method == "cluster-bootstrap"
     assert family.verdict == "INCONCLUSIVE"  # twenty silent sources cannot support five points
-    assert family.n_needed == 520  # 52 sources of ten
+    assert family.n_needed == 590  # 59 sources of ten
     same = Paired(one.ids, one.base, one.config, ("doc",) * 200)
     assert judge_family(same, 0.05, control_failed=True).verdict == "INCONCLUSIVE"
 
