@@ -41,7 +41,8 @@ def _inside(statement: str) -> str:
 
 # A file of this package: outside, and a folder that is inside, read-only.
 _HERE = str(Path(__file__).resolve())
-_THREAD = "t.Thread(target=t.Event().wait).start()"
+# Small and few: no other limit must be what stops them.
+_THREADS = "for _ in range(100): t.Thread(target=t.Event().wait).start()"
 _LIBRARY_FILE = "os.path.join(os.path.dirname(os.__file__), 'kvlab_canary')"
 
 CANARIES: tuple[Canary, ...] = (

@@ -25,11 +25,12 @@ from kvlab.sandbox.wire import Decoder
 # User and group inside; by name "nobody" on most machines.
 USER = 65534
 _APART = (
-    (linux.CLONE_NEWUSER, "user namespace"),
-    (
-        linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS,
-        "mount, PID, network, IPC and UTS namespaces",
-    ),
+    (linux.CLONE_NEWUSER, "user namespaces"),
+    (linux.CLONE_NEWNS, "mount namespaces"),
+    (linux.CLONE_NEWPID, "PID namespaces"),
+    (linux.CLONE_NEWNET, "network namespaces"),
+    (linux.CLONE_NEWIPC, "IPC namespaces"),
+    (linux.CLONE_NEWUTS, "UTS namespaces"),
 )
 _FILES = 64
 _GRACE_S = 2
@@ -111,7 +112,7 @@ def _inside(
         _end_with_waiter(life)
         os.setsid()  # a signal to one's own group crosses PID namespaces
         root.enter(folders, bounds.files)
-        linux.unshare(linux.CLONE_NEWPID, "PID namespace")
+        linux.unshare(linux.CLONE_NEWPID, "PID namespaces")
         question, answer, end = os.pipe(), os.pipe(), os.pipe()
         keeper = os.fork()
         if keeper == 0:

@@ -9,9 +9,7 @@ _NAMESPACES = (
     "`--security-opt apparmor=unconfined` (or a seccomp profile that lets unshare and mount through)"
 )
 FIXES: dict[str, str] = {
-    "user namespace": _NAMESPACES,
-    "mount, PID, network, IPC and UTS namespaces": _NAMESPACES,
-    "PID namespace": _NAMESPACES,
+    **{f"{kind} namespaces": _NAMESPACES for kind in ("user", "mount", "PID", "network", "IPC", "UTS")},
     "uid_map": f"run as an ordinary user, or as a root that has CAP_SETUID and CAP_SETGID; {_NAMESPACES}",
     "mount": f"the profile of the container or AppArmor forbids mounts inside a user namespace; {_NAMESPACES}",
     "pivot_root": f"the profile of the container forbids it; {_NAMESPACES}",
@@ -28,4 +26,4 @@ def refused(primitive: str, number: int) -> SandboxUnavailable:
     """The error for a refused `primitive`, with what to change."""
     fix = FIXES.get(primitive, "use a kernel and a container profile that allow it")
     why = os.strerror(number) if number else "without a reason"
-    return SandboxUnavailable(f"the sandbox needs {primitive}, which was refused here ({why}): {fix}")
+    return SandboxUnavailable(f"the sandbox needs {primitive}, refused here ({why}): {fix}")
