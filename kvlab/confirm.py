@@ -3,7 +3,7 @@
 The margin is fixed before a score exists. Used by the search for its finalists and by sweeps for all their formats.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,18 @@ def replicate(book: ScoreBook, items: EvalSet, fresh: EvalSet, config: KVConfig,
         control_failed={f: bool(row["failed"]) for f, row in verdicts.positive.items()},
         replication=_paired(book, REPLICATE_ROLE, fresh, config),
     )
+
+
+def replicate_rises(
+    book: ScoreBook, items: EvalSet, fresh: Callable[[], EvalSet], configs: Sequence[KVConfig], verdicts: Verdicts
+) -> Verdicts:
+    """The same verdicts after a second look at each of `configs` that seems to rise; `fresh` makes the second items."""
+    judged, second = dict(verdicts.judged), None
+    for config in configs:
+        if config.id in judged and seems_to_rise(judged[config.id]):
+            second = second or fresh()
+            judged[config.id] = replicate(book, items, second, config, verdicts)
+    return replace(verdicts, judged=judged)
 
 
 def seems_to_rise(judgement: stats.Judgement) -> bool:

@@ -289,6 +289,23 @@ def test_a_rise_is_claimed_only_after_it_repeats_on_fresh_items(tmp_path, on_sec
     assert not seems_to_rise(second) or verdict == "HOLDS"
 
 
+def test_only_configs_that_seem_to_rise_get_a_second_slice(tmp_path) -> None:
+    made = []
+
+    def second() -> EvalSet:
+        made.append(1)
+        return SECOND
+
+    verdicts, book = judged(tmp_path, [LOSSLESS, LOSSY], _rise(12))
+    after = confirm.replicate_rises(book, FRESH, second, [LOSSY, LOSSLESS], verdicts)
+    assert {c.id: after.judged[c.id].verdict for c in (LOSSLESS, LOSSY)} == {LOSSLESS.id: "RISES", LOSSY.id: "HOLDS"}
+    assert {c for role, c, _ in book.rows if role == "replicate"} == {BASELINE.id, LOSSLESS.id}
+    assert made == [1]
+    flat, book = judged(tmp_path / "flat", [LOSSLESS], _score())
+    assert confirm.replicate_rises(book, FRESH, second, [LOSSLESS], flat) == flat
+    assert made == [1]  # nothing to make where nothing seems to rise
+
+
 def test_what_only_holds_does_not_seem_to_rise(tmp_path) -> None:
     verdicts, _ = judged(tmp_path, [LOSSLESS, LOSSY], _score(lossy=(0, 40)))
     assert not seems_to_rise(verdicts.judged[LOSSLESS.id])

@@ -6,7 +6,7 @@ A resumed run takes the same steps over the rows it already has, so it ends wher
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvlab.calibration import facts
 from kvlab.centring import CentringError
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet
-from kvlab.evals.tasks import build
+from kvlab.evals.sets import Choice, choose
 from kvlab.layer import Centring
 from kvlab.models import Loaded
 from kvlab.progress import Progress
@@ -50,13 +50,24 @@ class Session:
     space: Space
     sanity: dict[str, Any]
     centring: dict[str, Any] | None = None  # what a measured mean of keys depends on, where keys can be centred
+    choice: Choice = field(default_factory=choose)
 
     @property
     def raw(self) -> KVConfig:
         return self.space.anchors()["raw"]
 
     def items(self, split: str, n: int) -> EvalSet:
-        return build(self.request.families, split=split, n=n, seed=self.request.seed)
+        """`n` items of each family; of those at the end of a search or for a second look, as many as there are."""
+        most = self.choice.most(self.request.families, split)
+        if most is not None and split != "confirm":
+            n = min(n, most)
+        return self.choice.build(
+            self.request.families,
+            split=split,
+            n=n,
+            seed=self.request.seed,
+            count=lambda text: len(self.loaded.tokenizer.encode(text)),
+        )
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed: a difference here means other scores or other trials."""
@@ -81,7 +92,8 @@ def versions() -> dict[str, str]:
 
 
 def open_session(request: Request) -> Session:
-    """Load the model, check that it works uncompressed, and lay out the space."""
+    """Read the sets, load the model, check that it works uncompressed, and lay out the space."""
+    choice = _chosen(request)
     loaded = models.load(request.model)
     sanity = models.sanity(loaded)
     workload = Workload(request.context, request.concurrency)
@@ -90,7 +102,18 @@ def open_session(request: Request) -> Session:
     space = Space(probe.shape, workload, request.budget_bytes, raw_dtype, _centrings(probe))
     store = SnapshotStore(snapshot_identity(loaded), memory_bytes=2 << 30, disk_bytes=4 << 30)
     subject = LocalSubject(loaded, scorers=space.scorers(), store=store, plan=probe.plan)
-    return Session(request, loaded, subject, space, sanity, facts(loaded) if "mean" in space.centrings else None)
+    centring = facts(loaded) if "mean" in space.centrings else None
+    return Session(request, loaded, subject, space, sanity, centring, choice)
+
+
+def _chosen(request: Request) -> Choice:
+    """The sets asked for, with all rows read: what is wrong with them is said before a model is loaded."""
+    try:
+        choice = choose(request.sets)
+        choice.build(request.families, split="confirm", n=request.items or 2, seed=request.seed)
+    except ValueError as error:
+        raise UsageError(f"sets: {error}") from None
+    return choice
 
 
 def _centrings(subject: LocalSubject) -> tuple[Centring, ...]:
@@ -112,7 +135,18 @@ def plan(session: Session) -> tuple[Sizes, Speed, int]:
     speed, threads = fastest(session.subject, session.items("search", 4), list(tried))
     request = session.request
     sizes = fit(request.minutes, speed, len(request.families), len(anchors))
-    return with_wishes(sizes, request.trials, request.items), speed, threads
+    sizes = with_wishes(sizes, request.trials, request.items)
+    return _available(session, sizes), speed, threads
+
+
+def _available(session: Session, sizes: Sizes) -> Sizes:
+    """Sizes that the sets can fill. What was asked for explicitly has been checked."""
+    search, confirmed = (session.choice.most(session.request.families, split) for split in ("search", "confirm"))
+    return dataclasses.replace(
+        sizes,
+        search_items=sizes.search_items if search is None else min(sizes.search_items, search),
+        confirm_items=sizes.confirm_items if confirmed is None else min(sizes.confirm_items, confirmed),
+    )
 
 
 def dry_run(session: Session) -> dict[str, Any]:
@@ -264,26 +298,11 @@ def _stages(session: Session, run: Run, book: ScoreBook, sizes: Sizes) -> dict[s
     verdicts = judged = None
     if chosen:
         verdicts = confirm.judge_arms(book, fresh, [*chosen, anchors["int8"]], space.control(), margin)
-        verdicts = _replicated(session, book, sizes, fresh, chosen, verdicts)
+        verdicts = confirm.replicate_rises(
+            book, fresh, lambda: session.items("replicate", sizes.confirm_items), chosen, verdicts
+        )
         judged = confirm.in_sequence(chosen, verdicts)
     return _document(session, run, book, race, racer, fresh, chosen, verdicts, judged or {}, margin)
-
-
-def _replicated(
-    session: Session,
-    book: ScoreBook,
-    sizes: Sizes,
-    fresh: EvalSet,
-    chosen: list[KVConfig],
-    verdicts: confirm.Verdicts,
-) -> confirm.Verdicts:
-    """A second slice for every finalist that seems to rise."""
-    judged = dict(verdicts.judged)
-    for config in chosen:
-        if config.id in judged and confirm.seems_to_rise(judged[config.id]):
-            second = session.items("replicate", sizes.confirm_items)
-            judged[config.id] = confirm.replicate(book, fresh, second, config, verdicts)
-    return dataclasses.replace(verdicts, judged=judged)
 
 
 def _document(

@@ -3,7 +3,6 @@
 An unfinished run of the same config is gone on with; no item is scored twice.
 """
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -170,14 +169,14 @@ def _settle_threads(plan: Plan, before: int | None) -> int:
 def _judge(plan: Plan, book: ScoreBook) -> confirm.Verdicts:
     arms = list(plan.arms.values())
     verdicts = confirm.judge_arms(book, plan.items, arms, plan.control, plan.margin, stage="sweep")
-    judged = dict(verdicts.judged)
-    second = None
-    for arm in arms:
-        if arm.id in judged and confirm.seems_to_rise(judged[arm.id]):
-            c = plan.config
-            second = second or build(c.families, split="replicate", n=c.items, seed=c.seed, query_aware=c.query_aware)
-            judged[arm.id] = confirm.replicate(book, plan.items, second, arm, verdicts)
-    return dataclasses.replace(verdicts, judged=judged)
+    c = plan.config
+    return confirm.replicate_rises(
+        book,
+        plan.items,
+        lambda: build(c.families, split="replicate", n=c.items, seed=c.seed, query_aware=c.query_aware),
+        arms,
+        verdicts,
+    )
 
 
 def _document(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts) -> dict[str, Any]:
