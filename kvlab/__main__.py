@@ -33,6 +33,18 @@ def _bench(rest: Sequence[str]) -> int:
     return main(rest)
 
 
+def _worker(rest: Sequence[str]) -> int:
+    from kvlab.worker import main
+
+    return main(list(rest))
+
+
+def _study(rest: Sequence[str]) -> int:
+    from kvlab.study.__main__ import main
+
+    return main(rest)
+
+
 def _ls(rest: Sequence[str]) -> int:
     import argparse
 
@@ -64,6 +76,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sweep": (_sweep, "judge named storage formats, through a notebook"),
     "report": (_report, "show a run: tables, figure, one HTML page"),
     "bench": (_bench, "check and time the engine: identity, bytes, decode, kernels"),
+    "worker": (_worker, "help with a search that other processes work on"),
+    "study": (_study, "look after what many workers share: ls, status, repair, serve"),
     "ls": (_ls, "list runs with their state and verdict"),
 }
 

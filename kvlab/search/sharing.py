@@ -8,6 +8,7 @@ who is quicker, and would leave workers waiting for the longest trial of a batch
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,7 @@ def start(session: Session, run: Run, storage: Storage, name: str | None) -> Sha
     if (other := board.spec().get("run")) != run.path.name:
         raise UsageError(f"--study {name!r} is the study of {other}, not of {run.path.name}: choose another name")
     _refuse(full, board.spec()["facts"], spec["facts"])
+    board.withdraw()  # what an earlier process of this run left behind; what was done of it is in the run
     run.set_status("running", study=name)
     return Share(session, board)
 
@@ -144,6 +146,7 @@ class SharedSubject:
         self.subject, self.board, self.stop = subject, board, stop
         self.objective = SearchObjective(subject, (), board.me)
         self._elsewhere = 0
+        self._asked: Counter[str] = Counter()
 
     @property
     def counters(self) -> Counters:
@@ -156,7 +159,7 @@ class SharedSubject:
         if it is the config's fault.
         """
         self.objective.learn(items)
-        works = [(group, _work(group, configs, persist)) for group in _by_context(items)]
+        works = [(group, self._work(group, configs, persist)) for group in _by_context(items)]
         posted = self.board.post(work for _, work in works)
         pending = {posted[work.key]: group for group, work in works}
         while pending:
@@ -170,6 +173,15 @@ class SharedSubject:
                     yield from self.subject.score(group, configs, persist=persist)
             if pending:
                 self._help(pending)
+
+    def _work(self, items: Sequence[Item], configs: Sequence[KVConfig], persist: bool) -> Work:
+        """A unit of its own each time it is asked for: who scores the same twice wants to know whether it is the same."""
+        ids = [item.id for item in items]
+        content = address(ids, sorted(c.id for c in configs))
+        self._asked[content] += 1
+        named = [{"id": c.id, "config": c.to_dict()} for c in configs]
+        body = {"items": ids, "configs": named, "persist": persist}
+        return Work(key=f"{self.board.me}/{content}/{self._asked[content]}", body=body)
 
     def _ended(self, pending: Mapping[int, Any]) -> list[FrozenTrial]:
         ended = self.board.trials(TrialState.COMPLETE, TrialState.FAIL)
@@ -201,13 +213,3 @@ def _by_context(items: Sequence[Item]) -> list[list[Item]]:
     for item in items:
         groups.setdefault(item.context, []).append(item)
     return list(groups.values())
-
-
-def _work(items: Sequence[Item], configs: Sequence[KVConfig], persist: bool) -> Work:
-    ids = [item.id for item in items]
-    body = {
-        "items": ids,
-        "configs": [{"id": c.id, "config": c.to_dict()} for c in configs],
-        "persist": persist,
-    }
-    return Work(key=address(OBJECTIVE, ids, sorted(c.id for c in configs)), body=body)

@@ -140,6 +140,11 @@ class Board:
             out[work.key] = known[work.key]
         return out
 
+    def withdraw(self) -> None:
+        """End everything that waits: whoever posted it no longer wants it."""
+        for trial in self._listed(TrialState.WAITING):
+            self.fail(trial._trial_id, "withdrawn", "posted by a process that ended before it was done")
+
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Every trial, or those in some states, those that have ended from memory."""
         return self._ask(self.storage.cached.get_all_trials, self.id, deepcopy=False, states=states or None)
@@ -219,7 +224,7 @@ class Board:
         self._quietly(self.storage.direct.set_trial_state_values, unit.trial_id, TrialState.COMPLETE, [outcome.value])
 
     def fail(self, trial_id: int, kind: str, said: str) -> None:
-        """End a unit without a value: `error` it raised, `lost` its workers died, `duplicate` of another."""
+        """End a unit without a value: `error` it raised, `lost` its workers died, `duplicate`, `withdrawn`."""
         self._set(trial_id, REASON, {"kind": kind, "said": said[:2000]})
         self._quietly(self.storage.direct.set_trial_state_values, trial_id, TrialState.FAIL)
 
@@ -264,8 +269,9 @@ class Board:
         return max((lease.get("seconds", otherwise) for lease in leases), default=0.0)
 
     def again(self) -> list[int]:
-        """Post what has failed once more, duplicates aside; numbers of the failed trials."""
-        failed = [t for t in self.trials(TrialState.FAIL) if t.user_attrs.get(REASON, {}).get("kind") != "duplicate"]
+        """Post what went wrong once more; numbers of the failed trials."""
+        wrong = ("error", "lost")
+        failed = [t for t in self.trials(TrialState.FAIL) if t.user_attrs.get(REASON, {}).get("kind") in wrong]
         works = {t.user_attrs[WORK]["key"]: (t, t.user_attrs[WORK]) for t in failed if WORK in t.user_attrs}
         before = {t.number for t in self.trials()}
         self.post(
