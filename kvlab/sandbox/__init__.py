@@ -10,7 +10,7 @@ goes through, so exit codes, frames, memory, patched built-ins, `__eq__` and ope
 guaranteed: that the tests are good (code that knows their answers by heart passes), and that the kernel has no holes.
 What does not work in here: other processes, sockets (asyncio's too), installed packages, and tests that look inside
 objects of the code's own classes other than by attributes, items, calls and text: such objects are equal to nothing
-but themselves.
+but themselves. Arguments are copies; changes that a call makes to a list, dict, set or bytearray are carried back.
 
 Importing this package loads nothing: names load on first use, and each program's own Python reads parts of it.
 """
@@ -23,6 +23,7 @@ _HOME = {
     "MEANINGS": "kvlab.sandbox.program",
     "Outcome": "kvlab.sandbox.program",
     "Program": "kvlab.sandbox.program",
+    "Sandbox": "kvlab.sandbox.running",
     "SandboxUnavailable": "kvlab.sandbox.refused",
     "VERDICTS": "kvlab.sandbox.program",
     "check_available": "kvlab.sandbox.running",
@@ -35,6 +36,7 @@ __all__ = [
     "Limits",
     "Outcome",
     "Program",
+    "Sandbox",
     "SandboxUnavailable",
     "check_available",
     "run",

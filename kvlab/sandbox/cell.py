@@ -182,8 +182,8 @@ def _solver(source: int, read: int, write: int, end: int, bounds: Bounds, machin
             os.setsid()
             text = _all_of(source).decode("utf-8", "surrogatepass")
             output = os.memfd_create("output", 0)
-            null = os.open("/dev/null", os.O_WRONLY)
-            for wanted, standard in ((null, 0), (output, 1), (output, 2)):
+            closed = os.open("/empty", os.O_RDONLY)  # reading a folder fails like nothing else does
+            for wanted, standard in ((closed, 0), (output, 1), (output, 2)):
                 os.dup2(wanted, standard)
             _restrict(bounds, machine)
         except linux.RefusedError as error:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvlab.sandbox.peer import CannotCrossError, Fault, GoneError, Peer, TooLongError, call
-from kvlab.sandbox.wire import MalformedError
+from kvlab.sandbox.peer import CannotCrossError, Fault, GoneError, Peer, call
+from kvlab.sandbox.wire import MalformedError, TooLongError
 
 _FAULT = "_kvlab_fault"
 # Control flow: raised inside map() or a for loop of the tests these would end it as if all was done.
@@ -24,6 +24,10 @@ KINDS = ("syntax", "crashed", "memory", "output_limit", "exited_early", "stdin",
 
 class SolutionError(Exception):
     """The code under test raised something that is no built-in exception."""
+
+
+class BadTestsError(Exception):
+    """The fault lies with the set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def judge(job: Job, read: int, write: int, most_bytes: int, ending: Callable[[],
         return "crashed", f"broke the channel it answers through: {error}"
     except TooLongError as error:
         return "output_limit", str(error)
-    except CannotCrossError as error:
+    except (BadTestsError, CannotCrossError) as error:
         return "bad_tests", str(error)
     # Tests are code from outside as well: what they raise is their verdict, SystemExit included.
     except BaseException as error:
@@ -63,7 +67,10 @@ def judge(job: Job, read: int, write: int, most_bytes: int, ending: Callable[[],
 def _judged(peer: Peer, job: Job, tests: types.CodeType, given: types.CodeType) -> tuple[str, str]:
     peer.ask("load")
     space: dict[str, Any] = {"__name__": "tests"}
-    exec(given, space)
+    try:
+        exec(given, space)
+    except Exception as error:
+        raise BadTestsError(f"the given code fails by itself: {type(error).__name__}: {error}") from error
     theirs = peer.ask("names")
     if type(theirs) is not list:
         raise MalformedError("names that are no list")

@@ -9,17 +9,13 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvlab.sandbox.wire import Decoder, Encoder, MalformedError
+from kvlab.sandbox.wire import Decoder, Encoder, MalformedError, TooLongError
 
 _COPIED_BACK = (list, dict, set, bytearray)
 
 
 class GoneError(Exception):
     """The other side closed its end or died."""
-
-
-class TooLongError(Exception):
-    """A message longer than the limit."""
 
 
 class CannotCrossError(TypeError):
@@ -80,14 +76,12 @@ class Peer:
         return self.borrowed[number]
 
     def encoded(self, value: object) -> bytes:
-        return Encoder(self._lend).bytes_of(value)
+        return Encoder(self._lend, self.most_bytes).bytes_of(value)
 
     # messages
 
     def _send(self, value: object) -> None:
         data = self.encoded(value)
-        if len(data) > self.most_bytes:
-            raise TooLongError(f"{len(data)} bytes in one value, {self.most_bytes} are allowed")
         view = memoryview(struct.pack("<I", len(data)) + data)
         while view:
             try:
@@ -111,7 +105,7 @@ class Peer:
     def _receive(self) -> tuple:
         (length,) = struct.unpack("<I", self._bytes(4))
         if length > self.most_bytes:
-            raise TooLongError(f"{length} bytes in one value, {self.most_bytes} are allowed")
+            raise TooLongError(f"more than {self.most_bytes} bytes in one value")
         message = Decoder(self._bytes(length), self._found).value()
         if type(message) is not tuple or not message or type(message[0]) is not str:
             raise MalformedError("a message that is neither a question nor an answer")

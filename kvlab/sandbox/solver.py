@@ -13,8 +13,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from kvlab.sandbox.peer import GoneError, Peer, TooLongError, call
-from kvlab.sandbox.wire import MalformedError
+from kvlab.sandbox.peer import GoneError, Peer, call
+from kvlab.sandbox.wire import MalformedError, TooLongError
 
 _DENIED = (errno.EPERM, errno.EACCES, errno.EROFS, errno.ENETUNREACH)
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
@@ -32,7 +32,7 @@ class _NoInput(io.TextIOBase):
         return True
 
     def fileno(self) -> int:
-        return 0
+        return 0  # a folder: see kvlab.sandbox.cell
 
     def _refuse(self, *_: Any) -> Any:
         raise StdinError("standard input is closed: a program is called, not typed to")
@@ -109,7 +109,7 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
         return "exited_early"
     for one in _behind(error):
-        if isinstance(one, StdinError):
+        if isinstance(one, StdinError) or (isinstance(one, IsADirectoryError) and one.filename in (None, 0)):
             return "stdin"
         if isinstance(one, MemoryError):
             return "memory"

@@ -44,12 +44,19 @@ class MalformedError(ValueError):
     """Bytes that no honest encoder writes."""
 
 
-class Encoder:
-    """One message. `foreign(value)` gives the tag and number under which a value that is no data crosses."""
+class TooLongError(Exception):
+    """A message longer than the limit."""
 
-    def __init__(self, foreign: Callable[[object], tuple[bytes, int]]) -> None:
-        self.foreign = foreign
-        self.parts: list[bytes] = []
+
+class Encoder:
+    """One message. `foreign(value)` gives the tag and number under which a value that is no data crosses.
+
+    Raises TooLongError once `most_bytes` are passed, before what is too long is copied.
+    """
+
+    def __init__(self, foreign: Callable[[object], tuple[bytes, int]], most_bytes: int) -> None:
+        self.foreign, self.most_bytes, self.size = foreign, most_bytes, 0
+        self.parts: list[bytes | bytearray] = []
         self.seen: dict[int, int] = {}
         self.kept: list[object] = []  # ids must not be used again while this message is written
 
@@ -60,13 +67,14 @@ class Encoder:
     def put(self, value: Any) -> None:
         tag = _SINGLE_TAGS.get(id(value))
         if tag is not None:
-            self.parts.append(tag)
+            self._add(tag)
         elif isinstance(value, int):
             # The C function itself: a subclass can not put other digits in their place.
             self._block(b"i", int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True))
         elif isinstance(value, float):
-            self.parts.append(b"f" + struct.pack("<d", value))
+            self._add(b"f" + struct.pack("<d", value))
         elif isinstance(value, str):
+            self._room(str.__len__(value))
             self._block(b"s", str.encode(value, "utf-8", "surrogatepass"))
         elif isinstance(value, (list, dict, set, bytearray)):
             self._shared(value)
@@ -75,19 +83,30 @@ class Encoder:
         else:
             self._rare(value)
 
-    def _block(self, tag: bytes, data: bytes) -> None:
-        self.parts += (tag, struct.pack("<I", len(data)), data)
+    def _room(self, size: int) -> None:
+        if self.size + size > self.most_bytes:
+            raise TooLongError(f"more than {self.most_bytes} bytes in one value")
+
+    def _add(self, part: bytes | bytearray) -> None:
+        self._room(len(part))
+        self.size += len(part)
+        self.parts.append(part)
+
+    def _block(self, tag: bytes, data: bytes | bytearray) -> None:
+        self._room(len(data))
+        self._add(tag + struct.pack("<I", len(data)))
+        self._add(data)
 
     def _many(self, tag: bytes, values: Iterable[object]) -> None:
         items = list(values)
-        self.parts += (tag, struct.pack("<I", len(items)))
+        self._add(tag + struct.pack("<I", len(items)))
         for item in items:
             self.put(item)
 
     def _shared(self, value: Any) -> None:
         before = self.seen.get(id(value))
         if before is not None:
-            self.parts.append(b"&" + struct.pack("<I", before))
+            self._add(b"&" + struct.pack("<I", before))
             return
         known = self._known(value)
         self.seen[id(value)] = len(self.seen)
@@ -101,13 +120,13 @@ class Encoder:
         elif isinstance(value, set):
             self._many(b"S", set.__iter__(value))
         else:
-            self._block(b"a", bytes(value))
+            self._block(b"a", value)
 
     def _rare(self, value: Any) -> None:
         if isinstance(value, bytes):
-            self._block(b"b", bytes(value))
+            self._block(b"b", value)
         elif isinstance(value, complex):
-            self.parts.append(b"c" + struct.pack("<dd", value.real, value.imag))
+            self._add(b"c" + struct.pack("<dd", value.real, value.imag))
         elif type(value) is range:
             self._many(b"R", (value.start, value.stop, value.step))
         elif type(value) is slice:
@@ -120,7 +139,7 @@ class Encoder:
             self._many(b"k", known)
         else:
             tag, number = self.foreign(value)
-            self.parts.append(tag + struct.pack("<I", number))
+            self._add(tag + struct.pack("<I", number))
 
     @staticmethod
     def _known(value: object) -> tuple | None:

@@ -47,7 +47,7 @@ class Worker:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._nursery = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _HOME],
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _HOME, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -76,7 +76,7 @@ class Worker:
 
     def judge(self, program: Program, limits: Limits) -> Outcome:
         """Run one program to its verdict."""
-        tests = Encoder(_no_reference).bytes_of((program.tests, program.given, program.entry))
+        tests = Encoder(_no_reference, 1 << 30).bytes_of((program.tests, program.given, program.entry))
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, write = os.pipe()
         files: list[int] = [theirs.detach(), write]
