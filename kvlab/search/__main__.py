@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.evals.item import FAMILIES
-from kvlab.search.settings import Request, UsageError, budget, families, writable
+from kvlab.evals import sets
+from kvlab.evals.sets import PUBLIC, SUITES
+from kvlab.search.settings import Request, UsageError, budget, names, writable
 
 if TYPE_CHECKING:
     from kvlab.runs import Run
@@ -36,7 +37,10 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--context", type=int, help=f"tokens per conversation (default {DEFAULTS['context']})")
     model.add_argument("--concurrency", type=int, help=f"conversations at once (default {DEFAULTS['concurrency']})")
     size = p.add_argument_group("how much to run")
-    size.add_argument("--families", metavar="A,B", help=f"task families (default {','.join(FAMILIES)})")
+    size.add_argument("--families", metavar="A,B", help="task families (default: all that the sets have)")
+    size.add_argument(
+        "--sets", metavar="A,B", help=f"suites and sets: {', '.join((*SUITES, *PUBLIC))}, gsm8k=FILE, mine.toml"
+    )
     size.add_argument("--minutes", type=float, help=f"planned time, sizes everything (default {DEFAULTS['minutes']:g})")
     size.add_argument("--trials", type=int, help="configs to try, instead of what fits the minutes")
     size.add_argument("--items", type=int, help="confirmation items per family, instead of what fits the minutes")
@@ -73,10 +77,16 @@ def _usage(error: Exception) -> int:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The request fields that were on the command line."""
-    names = ("model", "context", "concurrency", "minutes", "trials", "items", "seed")
-    given = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    plain = ("model", "context", "concurrency", "minutes", "trials", "items", "seed")
+    given = {n: getattr(args, n) for n in plain if getattr(args, n) is not None}
+    if args.sets is not None:
+        given["sets"] = names(args.sets)
+        try:
+            given["families"] = sets.families_of(given["sets"])
+        except ValueError as error:
+            raise UsageError(f"--sets: {error}") from None
     if args.families is not None:
-        given["families"] = families(args.families)
+        given["families"] = names(args.families)
     if args.budget_gb is not None:
         given["budget_bytes"] = budget(args.budget_gb)
     return given

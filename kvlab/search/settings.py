@@ -23,6 +23,7 @@ class Request:
     context: int = 131072
     concurrency: int = 8
     families: tuple[str, ...] = FAMILIES
+    sets: tuple[str, ...] = ("default",)
     minutes: float = 6.0
     trials: int | None = None
     items: int | None = None
@@ -44,11 +45,11 @@ class Request:
             raise UsageError(f"--families names one twice: {','.join(self.families)}")
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"families": list(self.families)}
+        return dataclasses.asdict(self) | {"families": list(self.families), "sets": list(self.sets)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Request":
-        values: dict[str, Any] = dict(data) | {"families": tuple(data["families"])}
+        values: dict[str, Any] = {k: tuple(v) if k in ("families", "sets") else v for k, v in data.items()}
         return cls(**values)
 
     def differences(self, given: Mapping[str, Any]) -> list[str]:
@@ -65,7 +66,7 @@ def budget(text: str) -> int:
         raise UsageError(f"--budget-gb: {error}") from None
 
 
-def families(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
     """Names of a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 

@@ -9,7 +9,7 @@ from kvlab.codecs import Affine
 from kvlab.config import KVConfig
 from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import Fraction
-from kvlab.search.settings import Request, UsageError, families
+from kvlab.search.settings import Request, UsageError, names
 from kvlab.search.sizes import human, parse_budget
 from kvlab.search.sizing import Sizes, Speed, fit, with_wishes
 from kvlab.search.workload import Workload
@@ -133,7 +133,7 @@ def test_a_request_survives_json_and_names_its_differences() -> None:
     assert Request.from_dict(request.to_dict()) == request
     assert request.differences({"budget_bytes": 5, "trials": 3, "families": ("code", "math")}) == []
     assert request.differences({"trials": 4, "seed": 0}) == ["trials: this run has 3, asked for 4"]
-    assert families(" math, code,") == ("math", "code")
+    assert names(" math, code,") == ("math", "code")
 
 
 # -- sizes from speed --------------------------------------------------------------------------------------------------
