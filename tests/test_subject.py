@@ -19,6 +19,7 @@ from kvlab.evals.item import CodeCheck, Item
 from kvlab.evals.subject import ItemScore, Subject
 from kvlab.models import Loaded
 from kvlab.policies import AttentionMass, Fraction, Recency, Tokens, WindowAttention
+from kvlab.sandbox import Program
 from kvlab.snapshot import Snapshot, SnapshotStore
 from kvlab.stacked import StackedCache
 from kvlab.subject import BASELINE, LocalSubject, snapshot_identity
@@ -564,16 +565,16 @@ def test_generated_code_runs_where_a_runner_is_given_and_nowhere_else(loaded, mo
     with pytest.raises(ValueError, match="running it was not allowed"):
         list(s.generate([item], BASELINE))
     assert s.counters.prefills == 0
-    ran: list[str] = []
+    ran: list[Program] = []
 
-    def runner(sources):
-        ran.extend(sources)
-        return [SimpleNamespace(verdict="timeout", detail="") for _ in sources]
+    def runner(programs):
+        ran.extend(programs)
+        return [SimpleNamespace(verdict="timeout", detail="") for _ in programs]
 
     monkeypatch.setattr(s, "_decode", lambda batch, caches: [("def f():\n    return 1\n", 3), ("no", 1)])
     rows = list(s.generate([item, dataclasses.replace(item, id="needle_text/confirm/0/1")], BASELINE, runner=runner))
     assert [(r.score, r.extracted, r.outcome) for r in rows] == [(0.0, True, "timeout"), (0.0, False, "no code")]
-    assert ran == ["def f():\n    return 1\n\nassert f() == 1\n"]
+    assert ran == [Program(source="def f():\n    return 1\n", tests="assert f() == 1\n", entry="f")]
 
 
 # -- models that cannot be stacked -------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Generated code graded by running it, where a runner is given; and pass@k.
 
-The runner is any function from program sources to what each ended in, such as the sandbox. Without one nothing runs:
-sets of code are then scored by the likelihood of their canonical solution. This file refuses to start processes itself.
+The runner is any function from programs to what each ended in, such as `run` of an open `kvlab.sandbox.Sandbox`.
+Without one nothing runs: sets of code are then scored by the likelihood of their canonical solution. This file refuses
+to start processes itself.
 """
 
 import math
@@ -12,6 +13,7 @@ from kvlab.evals import metrics
 from kvlab.evals.code_answers import program
 from kvlab.evals.grading import Graded, grade
 from kvlab.evals.item import Item
+from kvlab.sandbox.program import Program
 
 
 class Ran(Protocol):
@@ -24,7 +26,7 @@ class Ran(Protocol):
     def detail(self) -> str: ...
 
 
-Runner = Callable[[Sequence[str]], Sequence[Ran]]
+Runner = Callable[[Sequence[Program]], Sequence[Ran]]
 NO_CODE = "no code"
 """The outcome of a text in which no code was found; nothing ran."""
 
@@ -46,12 +48,18 @@ def check_runnable(items: Sequence[Item], runner: Runner | None) -> None:
             )
 
 
-def tested(item: Item, text: str) -> str | None:
-    """The program that tests a generated text: its code, then the item's tests. None where there is no code."""
+def tested(item: Item, text: str) -> Program | None:
+    """The program that tests a generated text: its code, and the item's tests apart. None where there is no code.
+
+    What the problem itself brings along goes to the tests too, so that no generated helper stands in for it there.
+    """
     if item.check is None:
         raise ValueError(f"item {item.id} has no tests")
     code = program(item.check, metrics.cut(text, item.stop))
-    return None if code is None else f"{code}\n{item.check.tests.strip()}\n"
+    if code is None:
+        return None
+    check = item.check
+    return Program(source=code, tests=f"{check.tests.strip()}\n", entry=check.entry, given=check.before)
 
 
 def grade_all(items: Sequence[Item], texts: Sequence[str], runner: Runner | None = None) -> list[Graded]:
@@ -61,18 +69,18 @@ def grade_all(items: Sequence[Item], texts: Sequence[str], runner: Runner | None
     """
     check_runnable(items, runner)
     out: list[Graded | None] = []
-    places, sources = [], []
+    places, programs = [], []
     for item, text in zip(items, texts, strict=True):
         if item.metric != "execute":
             out.append(grade(item, text))
             continue
-        source = tested(item, text)
-        if source is not None:
+        tests = tested(item, text)
+        if tests is not None:
             places.append(len(out))
-            sources.append(source)
+            programs.append(tests)
         out.append(Graded(0.0, False, outcome=NO_CODE))
-    if sources and runner is not None:
-        for place, ran in zip(places, runner(sources), strict=True):
+    if programs and runner is not None:
+        for place, ran in zip(places, runner(programs), strict=True):
             out[place] = Graded(float(ran.verdict == "passed"), True, outcome=ran.verdict)
     return [graded for graded in out if graded is not None]
 
@@ -86,4 +94,5 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass@k needs 0 <= c <= n and n >= 1, got n={n}, c={c}")
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples: draw at least {k}")
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
+    # Whole numbers until the last step: one minus a quotient near one would lose a small chance.
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)

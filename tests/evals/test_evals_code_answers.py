@@ -12,6 +12,7 @@ from kvlab.evals.code_answers import program
 from kvlab.evals.execution import pass_at_k
 from kvlab.evals.grading import Graded
 from kvlab.evals.item import CodeCheck, Item
+from kvlab.sandbox import Program
 
 BEFORE = 'import math\n\n\ndef half(n):\n    return n / 2\n\n\ndef area(r, n):\n    """ Area of n discs.\n    """\n'
 CHECK = CodeCheck(before=BEFORE, entry="area", tests="assert area(1, 2) == 2 * math.pi\nassert area(0, 1) == 0")
@@ -87,11 +88,11 @@ def code_item(index: int, *answers: str, metric: str = "execute") -> Item:
 
 
 def test_programs_of_a_batch_run_together_and_keep_their_places() -> None:
-    asked: list[Sequence[str]] = []
+    asked: list[Sequence[Program]] = []
 
-    def runner(sources: Sequence[str]) -> list[SimpleNamespace]:
-        asked.append(sources)
-        verdicts = ["passed" if "r * r" in source else "wrong" for source in sources]
+    def runner(programs: Sequence[Program]) -> list[SimpleNamespace]:
+        asked.append(programs)
+        verdicts = ["passed" if "r * r" in one.source else "wrong" for one in programs]
         return [SimpleNamespace(verdict=verdict, detail="") for verdict in verdicts]
 
     items = [code_item(0, "x"), code_item(1, " 4", metric="number"), code_item(2, "x"), code_item(3, "x")]
@@ -103,21 +104,23 @@ def test_programs_of_a_batch_run_together_and_keep_their_places() -> None:
         Graded(0.0, True, outcome="wrong"),
     ]
     ((first, second),) = asked
-    assert first == f"{BEFORE}    return math.pi * r * r * n\n\n{CHECK.tests}\n"
-    assert second.endswith(f"return n\n\n{CHECK.tests}\n")
+    assert first.source == f"{BEFORE}    return math.pi * r * r * n\n"
+    assert second.source.endswith("return n\n")
+    for one in (first, second):
+        assert (one.tests, one.entry, one.given) == (f"{CHECK.tests}\n", CHECK.entry, CHECK.before)
 
 
 def test_nothing_runs_without_a_runner() -> None:
     with pytest.raises(ValueError, match="running it was not allowed"):
         execution.grade_all([code_item(0, "x")], ["    return 1"])
     assert not execution.gradable(code_item(0, "x"), None)
-    assert execution.gradable(code_item(0, "x"), lambda sources: [])
+    assert execution.gradable(code_item(0, "x"), lambda programs: [])
     assert execution.gradable(code_item(0, "4", metric="number"), None)
 
 
 def test_a_runner_that_does_not_answer_for_every_program_is_an_error() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        execution.grade_all([code_item(0, "x")], ["    return 1"], lambda sources: [])
+        execution.grade_all([code_item(0, "x")], ["    return 1"], lambda programs: [])
 
 
 def test_pass_at_k() -> None:

@@ -154,21 +154,21 @@ def test_strict_reading_of_gsm8k_takes_every_worked_answer_and_no_bare_number() 
 @needs_data
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_canonical_solutions_are_found_whole_in_every_shape(name: str) -> None:
-    """The program holds the solution unchanged and ends in the tests, so what runs is what the set says."""
+    """The program holds the solution unchanged, and the tests apart, so what runs is what the set says."""
     for item in load(at(find_spec(name), str(DATA))).items("confirm", 10**6):
         assert (item.form, item.metric) == ("tokens", "execute")
         assert item.check is not None
         gold, tests = item.answers[0].strip("\n"), item.check.tests.strip()
         for text in (item.answers[0], f"{gold}\n\n\nDone.\n"):
-            source = execution.tested(item, text)
-            assert source is not None
-            assert gold in source
-            assert source.endswith(f"{tests}\n")
+            program = execution.tested(item, text)
+            assert program is not None
+            assert gold in program.source
+            assert program.tests == f"{tests}\n"
         if name == "humaneval":
             full = item.context + item.question + item.answers[0]
             fenced = execution.tested(item, f"Sure.\n```python\n{full}\n```\nIt is done.")
             assert fenced is not None
-            assert fenced.count(gold) == 1
+            assert fenced.source.count(gold) == 1
             assert full == item.check.before.rstrip("\n") + item.answers[0]
 
 
