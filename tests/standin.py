@@ -49,11 +49,17 @@ def index(item: Item) -> int:
 
 
 class StandIn:
-    """Scores by two formulas. `nll` may return NaN or raise, which is how configs fail."""
+    """Scores by formulas. `nll` may return NaN or raise, which is how configs fail."""
 
-    def __init__(self, shape: ModelShape, nll: Formula, score: Formula = lambda config, item: 1.0) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        nll: Formula,
+        score: Formula = lambda config, item: 1.0,
+        kl: Formula = lambda config, item: 0.0,
+    ) -> None:
         self.name, self.shape = "standin", shape
-        self._nll, self._score = nll, score
+        self._nll, self._score, self._kl = nll, score, kl
         self.counters = Counters()
         self.asked: list[tuple[str, str]] = []
 
@@ -81,7 +87,7 @@ class StandIn:
             exact=0.0,
             token_accuracy=0.0,
             nll=self._nll(config, item),
-            kl=None if whole else 0.0,
+            kl=None if whole else self._kl(config, item),
             top1=None if whole else 1.0,
             prediction="",
             context_tokens=64,

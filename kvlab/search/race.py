@@ -1,13 +1,16 @@
-"""The search stage: batches of trials on growing item sets, the clearly worse ones stopped, every score paired.
+"""The search stage: batches of trials on growing item sets, the worse ones deferred or stopped, every score paired.
 
-Optuna proposes and learns; kvlab decides which items are spent. Deterministic for a seed: replayed over a book that
-holds the scores already, it takes the same steps and scores nothing.
+Optuna proposes and learns; kvlab decides which items are spent. The better half of a batch goes on to more items, if it
+is not far behind the best so far; the others wait, and may be given more in the end: they are behind, and not shown to
+be worse. A trial is stopped for good by a paired test that may be looked at after every rung. Deterministic for a seed:
+replayed over a book that holds the scores already, it takes the same steps and scores nothing.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import optuna
@@ -15,17 +18,27 @@ import optuna
 from kvlab.book import ScoreBook, UnscorableError
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
+from kvlab.search.choice import dominators, finalists
+from kvlab.search.elimination import lost
 from kvlab.search.space import Space
 from kvlab.subject import BASELINE
 
+__all__ = ["ROLE", "Race", "Racer", "Trial", "finalists"]
+
 ROLE = "search"
-# A trial is stopped when it is worse than the best by this many standard errors of the paired difference.
-_CLEARLY_WORSE = 2.0
+# A trial waits when it is behind its rival by this many standard errors of the paired difference.
+_FAR_BEHIND = 2.0
+# How many of the best get all items in the end; where a whole front is wanted, as many again.
+_PROMOTED = 4
+_DIRECTIONS: tuple[Literal["minimize"], ...] = ("minimize", "minimize")  # the score; bytes and score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One config the search has looked at. `value` is its optimistic search score, lower is better; None: unscored."""
+    """One config the search has looked at. `value` is its optimistic search score, lower is better; None: unscored.
+
+    `stopped_by` is the id of the config that it was shown to be worse than.
+    """
 
     number: int
     config: KVConfig | None
@@ -33,6 +46,7 @@ class Trial:
     value: float | None
     items: int
     reason: str = ""
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +62,24 @@ class Race:
 
 
 class Racer:
-    """Runs the race of one space on one book."""
+    """Runs the race of one space on one book: for the best score within the budget, or, with `front`, for the best
+    score of every size up to it.
+    """
 
-    def __init__(self, space: Space, book: ScoreBook, items: EvalSet, *, n_items: int, seed: int) -> None:
-        self.space, self.book, self.items = space, book, items
+    def __init__(
+        self, space: Space, book: ScoreBook, items: EvalSet, *, n_items: int, seed: int, front: bool = False
+    ) -> None:
+        self.space, self.book, self.items, self.front = space, book, items, front
         self.rungs = tuple(dict.fromkeys(max(1, math.ceil(n_items / d)) for d in (4, 2, 1)))
         sampler = optuna.samplers.TPESampler(seed=seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(direction="minimize", sampler=sampler)
-        for params in space.first_trials():
+        self.study = optuna.create_study(directions=_DIRECTIONS[: 1 + front], sampler=sampler)
+        for params in space.spread_trials() if front else space.first_trials():
             self.study.enqueue_trial(params)
+        self.stopped: dict[str, str] = {}
         self._sd: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
+        self._planned = 1
 
     def run(self, n_trials: int, batch: int, references: Sequence[KVConfig], previous: KVConfig | None) -> Race:
         """Race `n_trials` trials in batches. `references` are scored on all items for comparison, first of all."""
@@ -70,8 +91,9 @@ class Racer:
         for family in self.items.families:
             nlls = [self.book.get(ROLE, BASELINE, i).nll for i in whole if i.family == family]
             self._sd[family] = max(float(np.std(nlls)), 1e-6)
+        self._planned = n_trials
         trials: list[Trial] = []
-        if previous is not None and self.space.workload.bytes(previous, self.space.shape) <= self.space.budget:
+        if previous is not None and self.size(previous) <= self.space.budget:
             trials += self._score_batch([(None, previous)], trials)
         while len(trials) < n_trials:
             self.book.progress.at(f"search: trial {len(trials) + 1} of {n_trials}")
@@ -80,44 +102,56 @@ class Racer:
         trials = [self._refreshed(t) for t in trials]
         return Race(tuple(trials), self.rungs)
 
+    def size(self, config: KVConfig) -> int:
+        """Bytes of the workload."""
+        if config.id not in self._sizes:
+            self._sizes[config.id] = self.space.workload.bytes(config, self.space.shape)
+        return self._sizes[config.id]
+
     def _ask_and_score(self, count: int, before: Sequence[Trial]) -> list[Trial]:
         known = {t.config.id for t in before if t.config is not None and t.state != "failed"}
         fresh: list[tuple[optuna.Trial, KVConfig]] = []
+        again: list[tuple[optuna.Trial, KVConfig]] = []
         done: list[Trial] = []
-        while len(fresh) + len(done) < count:
+        while len(fresh) + len(again) + len(done) < count:
             asked = self.study.ask()
-            config = self.space.config(asked)
-            if config is None or (size := self.space.workload.bytes(config, self.space.shape)) > self.space.budget:
+            space = self.space.sized(asked) if self.front else self.space
+            config = space.config(asked)
+            if config is None or self.size(config) > space.budget:
                 # Feasibility first: TPE ranks a pruned trial by its constraint, at no cost of items.
-                asked.set_constraint("bytes", 1.0 if config is None else float(size - self.space.budget))
+                asked.set_constraint("bytes", 1.0 if config is None else float(self.size(config) - space.budget))
                 self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
                 done.append(Trial(number=asked.number, config=config, state="infeasible", value=None, items=0))
                 continue
-            asked.set_constraint("bytes", float(size - self.space.budget))
-            if config.id in known or any(config.id == c.id for _, c in fresh):
-                value = self.value(config) if config.id in known else None
-                self._tell(asked, value)
-                done.append(Trial(number=asked.number, config=config, state="repeat", value=value, items=0))
-                continue
-            fresh.append((asked, config))
-        return done + self._score_batch(fresh, before)
+            asked.set_constraint("bytes", float(self.size(config) - space.budget))
+            repeat = config.id in known or any(config.id == c.id for _, c in fresh)
+            (again if repeat else fresh).append((asked, config))
+        done += self._score_batch(fresh, before)
+        done += [self._repeated(asked, config) for asked, config in again]
+        return sorted(done, key=lambda t: t.number)
+
+    def _repeated(self, asked: optuna.Trial, config: KVConfig) -> Trial:
+        """A config that was tried before, or in this very batch: the sampler learns its value, and no item is spent."""
+        value = None if config.id in self.book.failures else self.value(config)
+        self._tell(asked, config, value)
+        return Trial(number=asked.number, config=config, state="repeat", value=value, items=0)
 
     def _score_batch(
         self, batch: Sequence[tuple[optuna.Trial | None, KVConfig]], before: Sequence[Trial]
     ) -> list[Trial]:
         alive = [config for _, config in batch]
-        incumbent = min((t for t in before if t.value is not None), key=lambda t: t.value or 0.0, default=None)
+        earlier = {t.config.id: t.config for t in before if t.state == "scored" and t.config is not None}
         for n, rung in enumerate(self.rungs):
             self.book.ensure(ROLE, self.items.head(rung).items, alive)
             alive = [c for c in alive if c.id not in self.book.failures]
             if n + 1 < len(self.rungs):
-                alive = self._survivors(alive, rung, incumbent.config if incumbent else None)
+                alive = self._survivors(alive, rung, list(earlier.values()))
         out = []
         for asked, config in batch:
             reason = self.book.failures.get(config.id, "")
             value = None if reason else self.value(config)
             if asked is not None:
-                self._tell(asked, value)
+                self._tell(asked, config, value)
             out.append(
                 Trial(
                     number=-1 if asked is None else asked.number,
@@ -126,28 +160,56 @@ class Racer:
                     value=value,
                     items=len(self._scored(config)),
                     reason=reason,
+                    stopped_by=self.stopped.get(config.id),
                 )
             )
         return out
 
-    def _survivors(self, alive: list[KVConfig], rung: int, incumbent: KVConfig | None) -> list[KVConfig]:
-        """The better half, less those clearly worse than the best so far on the same items."""
+    def _survivors(self, alive: list[KVConfig], rung: int, earlier: Sequence[KVConfig]) -> list[KVConfig]:
+        """The better half, less those far behind an earlier one on the same items; those shown worse are stopped."""
         items = self.items.head(rung).items
-        ranked = sorted(alive, key=lambda c: self._mean(c, items))
-        half = ranked[: max(1, math.ceil(len(ranked) / 2))]
-        if incumbent is None or any((ROLE, incumbent.id, i.id) not in self.book.rows for i in items):
-            return half
-        return [c for c in half if not self._clearly_worse(c, incumbent, items)]
+        mean = {c.id: self._mean(c, items) for c in [*earlier, *alive] if self._has(c, items)}
+        rivals = [c for c in [*earlier, *alive] if c.id in mean]
+        known = [c for c in earlier if c.id in mean]
+        left = []
+        for config in alive:
+            rival = self._rival(config, rivals, mean)
+            if rival and lost(self._rounds(config, rival, items), self._planned):
+                self.stopped[config.id] = rival.id
+                continue
+            rival = self._rival(config, known, mean)
+            if rival is None or not _far_behind(self._rounds(config, rival, items)):
+                left.append(config)
+        half = max(1, math.ceil(len(alive) / 2))
+        if not self.front:
+            return sorted(left, key=lambda c: mean[c.id])[:half]
+        beaten = dominators({c.id: (self.size(c), mean[c.id]) for c in rivals})
+        ranked = sorted(left, key=lambda c: (beaten[c.id], mean[c.id]))
+        return [c for n, c in enumerate(ranked) if n < half or not beaten[c.id]]
 
-    def _clearly_worse(self, config: KVConfig, best: KVConfig, items: Sequence[Item]) -> bool:
-        diffs = [self._delta(config, i) - self._delta(best, i) for i in items]
-        error = float(np.std(diffs, ddof=1)) / math.sqrt(len(diffs)) if len(diffs) > 1 else math.inf
-        return float(np.mean(diffs)) > _CLEARLY_WORSE * error
+    def _rival(self, config: KVConfig, rivals: Sequence[KVConfig], mean: Mapping[str, float]) -> KVConfig | None:
+        """The best on these items; where every size counts, the best that is no larger."""
+        others = [
+            c for c in rivals if mean[c.id] < mean[config.id] and (not self.front or self.size(c) <= self.size(config))
+        ]
+        return min(others, key=lambda c: mean[c.id], default=None)
+
+    def _rounds(self, config: KVConfig, rival: KVConfig, items: Sequence[Item]) -> list[tuple[float, ...]]:
+        """Paired differences, one of each family a round."""
+        groups = self.by_family(items).values()
+        return [
+            tuple(self._delta(config, i) - self._delta(rival, i) for i in row) for row in zip(*groups, strict=False)
+        ]
 
     def _promote(self, trials: Sequence[Trial]) -> None:
         """The best few get all items, so that finalists are compared on equal footing."""
-        ranked = sorted((t for t in trials if t.state == "scored"), key=lambda t: t.value or 0.0)
-        best = [t.config for t in ranked[:4] if t.config is not None]
+        open_ = [t for t in trials if t.state == "scored" and t.stopped_by is None and t.config is not None]
+        ranked = sorted(open_, key=lambda t: t.value or 0.0)
+        if self.front:
+            at = {t.config.id: (self.size(t.config), t.value or 0.0) for t in ranked if t.config is not None}
+            beaten = dominators(at)
+            ranked = sorted(ranked, key=lambda t: beaten[t.config.id] if t.config else 0)
+        best = [t.config for t in ranked[: _PROMOTED * (1 + self.front)] if t.config is not None]
         self.book.progress.at("search: finalists on all items")
         self.book.ensure(ROLE, self.items.items, best)
 
@@ -156,16 +218,19 @@ class Racer:
             return trial
         return dataclasses.replace(trial, value=self.value(trial.config), items=len(self._scored(trial.config)))
 
-    def _tell(self, asked: optuna.Trial, value: float | None) -> None:
+    def _tell(self, asked: optuna.Trial, config: KVConfig, value: float | None) -> None:
         if value is None:
             self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
         else:
-            self.study.tell(asked, value)
+            self.study.tell(asked, [float(self.size(config)), value] if self.front else value)
 
     # -- scores --------------------------------------------------------------------------------------------------
 
     def _scored(self, config: KVConfig) -> list[Item]:
         return [i for i in self.items.items if (ROLE, config.id, i.id) in self.book.rows]
+
+    def _has(self, config: KVConfig, items: Sequence[Item]) -> bool:
+        return all((ROLE, config.id, i.id) in self.book.rows for i in items)
 
     def _delta(self, config: KVConfig, item: Item) -> float:
         """Extra nats per answer token against the full cache, in baseline standard deviations of the family."""
@@ -189,15 +254,10 @@ class Racer:
         return self._mean(config, self._scored(config))
 
 
-def finalists(race: Race, n_items: int, size: Mapping[str, int], limit: int = 3) -> list[KVConfig]:
-    """At most `limit` configs of the bytes-score front, among those scored on all items, from largest to smallest.
-
-    The best score comes first on the front; each further one is smaller. `size` maps config id to workload bytes.
-    """
-    full = [t for t in race.feasible().values() if t.items >= n_items and t.config is not None and t.value is not None]
-    ranked = sorted(full, key=lambda t: (t.value or 0.0, size[t.config.id]))  # type: ignore[union-attr]
-    front: list[Trial] = []
-    for trial in ranked:
-        if not front or size[trial.config.id] < size[front[-1].config.id]:  # type: ignore[union-attr]
-            front.append(trial)
-    return [t.config for t in front[:limit] if t.config is not None]
+def _far_behind(rounds: Sequence[Sequence[float]]) -> bool:
+    """By the mean of paired differences, against its standard error over items. No test: nothing is claimed by it."""
+    differences = [d for row in rounds for d in row]
+    if len(differences) < 2:
+        return False
+    error = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+    return float(np.mean(differences)) > _FAR_BEHIND * error

@@ -7,7 +7,7 @@ nothing of models, items or scores.
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optuna
@@ -17,10 +17,17 @@ from kvlab.config import KVConfig
 from kvlab.layer import Centring, ModelShape
 from kvlab.policies import AttentionMass, Budget, Fraction, KeyDiff, Recency, Scorer, TopK, Unlimited, WindowAttention
 from kvlab.policies.base import Scope
+from kvlab.search.mixing import Mixer
+from kvlab.search.sensitivity import Formats
 from kvlab.search.workload import Workload
 
 # Joint K/V schemes, keys never in fewer bits than values: key error is what breaks models.
 SCHEMES = ("raw", "fp8", "k8v8", "k8v4", "k4v4", "k4v3", "k4v2", "k3v3", "k3v2", "k2v2")
+# One more where the layers' sensitivities are known: formats by layer, solved for the budget.
+MIXED = "mixed"
+# What a key's loss counts against a value's, and how far layers are told apart: the multipliers of that.
+MIX_KEYS, MIX_CONTRAST = (0.25, 4.0), (0.5, 1.5)
+MIX_BITS = (8, 4, 3, 2)
 SCORERS: dict[str, Scorer] = {
     "window": Recency(),
     "h2o": AttentionMass(),
@@ -45,7 +52,7 @@ _STEP = 1000  # eviction fractions are thousandths
 @dataclass(frozen=True, slots=True)
 class Space:
     """Configs for one model, workload and budget. `raw_dtype` makes uncompressed tokens 16 bit wide; `centrings` are
-    the kinds of centring the model's keys allow.
+    the kinds of centring the model's keys allow. With a `mixer` formats may differ from layer to layer.
     """
 
     shape: ModelShape
@@ -53,6 +60,8 @@ class Space:
     budget: int
     raw_dtype: str
     centrings: tuple[Centring, ...] = ("none", "mean")
+    # Out of the repr, which the hash is made of: what a mixer knows is measured, and follows from the rest.
+    mixer: Mixer | None = field(default=None, repr=False)
 
     def config(self, trial: optuna.trial.BaseTrial) -> KVConfig | None:
         """The trial's config, using the budget it is given; None where none of this scheme fits.
@@ -60,7 +69,9 @@ class Space:
         Where bytes run short, the trial says what to evict. Where they do not, nothing but reading is left to save,
         and it says how much to read; summaries of chunks take bytes, so a reader that no longer fits is left out.
         """
-        scheme = trial.suggest_categorical("scheme", SCHEMES)
+        scheme = trial.suggest_categorical("scheme", self.schemes)
+        if scheme == MIXED and self.mixer is not None:
+            return self._mixed(trial, self.mixer)
         key, value, page = self._codecs(trial, scheme)
         base = self.build(key, value, page_tokens=page, centring=self._centring(trial, key))
         if self.workload.bytes(base, self.shape) <= self.budget:
@@ -69,6 +80,25 @@ class Space:
         name = trial.suggest_categorical("evict", tuple(SCORERS))
         like = self._shared(trial) if name != "window" else EVEN
         return self.fitted(base, SCORERS[name], trial.suggest_float("fill", 0.7, 1.0), like)
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        return SCHEMES if self.mixer is None else (*SCHEMES, MIXED)
+
+    def _mixed(self, trial: optuna.trial.BaseTrial, mixer: Mixer) -> KVConfig | None:
+        """Formats by layer for what the budget allows; where the fewest bits are too many, eviction takes the rest."""
+        keys = trial.suggest_float("mix.keys", *MIX_KEYS, log=True)
+        contrast = trial.suggest_float("mix.contrast", *MIX_CONTRAST)
+        fill = trial.suggest_float("mix.fill", 0.7, 1.0)
+        config = mixer.config(int(self.budget * fill), keys, contrast)
+        return config or self.fitted(mixer.smallest(), Recency(), fill)
+
+    def formats(self) -> Formats:
+        """What a layer may be stored as where layers differ: per token, so that a short context shows its loss."""
+        int8 = Affine(bits=8, group=0, mode="symmetric")
+        low = [self._low(bits, "midrise", 64, "token", True) for bits in MIX_BITS[1:]]
+        base = self.build(Raw(), Raw(), centring=self.centrings[-1])
+        return Formats(base, (int8, *low), (int8, *low))
 
     def _centring(self, trial: optuna.trial.BaseTrial, key: Codec) -> Centring:
         """Asked where a token's channels share a scale in few bits: there one loud channel drowns the others."""
@@ -198,7 +228,43 @@ class Space:
             {"scheme": "k4v3"} | h2o | channel | {"k.channel_group": 64},
             {"scheme": "k4v2"} | h2o | channel,
             {"scheme": "raw", "evict": "window", "fill": 1.0, "read": READ[1]},
+            *([{"scheme": MIXED, "mix.keys": 1.0, "mix.contrast": 1.0, "mix.fill": 1.0}] if self.mixer else []),
         ]
+
+    def spread_trials(self) -> list[dict[str, Any]]:
+        """The same where every size counts: each scheme as large as it is by itself, formats by layer at several."""
+        out = []
+        for params in self.first_trials():
+            if params["scheme"] == MIXED:
+                out += [params | {"size": share} for share in self._shares()]
+                continue
+            whole = replace(self, budget=1 << 62).config(optuna.trial.FixedTrial(params))
+            share = self.workload.bytes(whole, self.shape) / self.largest if whole else 1.0
+            # A hair more, since a share of the budget is cut to whole bytes.
+            out.append(params | {"size": min(1.0, max(self.least_share, share * (1 + 1e-9)))})
+        return out
+
+    def _shares(self) -> list[float]:
+        """Sizes at which formats can differ: between 2 and 8 bits everywhere, or what of that the budget allows."""
+        int8 = Affine(bits=8, group=0, mode="symmetric")
+        low = min(1.0, 2 * self.least_share)
+        high = max(low, min(1.0, self.workload.bytes(self.build(int8, int8), self.shape) / self.largest))
+        return [low ** (1 - t) * high**t for t in (0.15, 0.35, 0.55, 0.75, 0.95)]
+
+    @property
+    def largest(self) -> int:
+        """Bytes beyond which nothing is left to compress, or the budget allows nothing."""
+        return min(self.budget, self.workload.bytes(self.build(Raw(), Raw()), self.shape))
+
+    @property
+    def least_share(self) -> float:
+        """Half of what 2 bits everywhere take, as a share of the largest."""
+        low = self._low(2, "midrise", 64, "token", True)
+        return min(0.5, self.workload.bytes(self.build(low, low), self.shape) / self.largest / 2)
+
+    def sized(self, trial: optuna.trial.BaseTrial) -> "Space":
+        """This space for the share of the bytes that a trial asks for, so that one study covers all sizes."""
+        return replace(self, budget=int(self.largest * trial.suggest_float("size", self.least_share, 1.0, log=True)))
 
     def first_configs(self) -> list[KVConfig]:
         """What the first trials try."""
@@ -223,7 +289,7 @@ class Space:
     def hash(self) -> str:
         """Changes when a config of this space could come out differently."""
         body = [SCHEMES, list(SCORERS), KEY_AXES, CHANNEL_GROUPS, TOKEN_GROUPS, SINK_TOKENS, RECENT_TOKENS, PAGE_TOKENS]
-        body += [SCOPES, SLOPES, READ, CHUNK_TOKENS]
+        body += [SCOPES, SLOPES, READ, CHUNK_TOKENS, repr(self.formats()), MIX_KEYS, MIX_CONTRAST]
         scorers = [repr(s) for s in SCORERS.values()]
         text = json.dumps([body, scorers, repr(self), self.first_trials()], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
