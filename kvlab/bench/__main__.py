@@ -1,5 +1,5 @@
-"""`python -m kvlab.bench identity|bytes|decode|kernels [--json]`: one JSON document or a table on stdout, progress on
-stderr.
+"""`python -m kvlab.bench identity|bytes|decode|kernels|workers [--json]`: one JSON document or a table on stdout,
+progress on stderr.
 
 Exit codes: 0 when everything holds, 1 when something does not, 2 for bad usage or a model that cannot be used.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvlab.bench", description="Checks of the engine, as figures.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{identity,bytes,decode,kernels}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{identity,bytes,decode,kernels,workers}")
     identity = commands.add_parser("identity", help="a raw, unlimited cache equals the model's own")
     identity.add_argument("--model", default="smollm2-135m", help="alias, hub id, folder or .gguf file")
     identity.add_argument("--tokens", type=_positive, default=64, help="greedy tokens per row")
@@ -26,7 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_kernels(kernels)
     decode = commands.add_parser("decode", help="milliseconds per token and bytes, beside transformers' own caches")
     _add_decode(decode)
-    for command in (identity, held, decode, kernels):
+    workers = commands.add_parser("workers", help="what many workers ask of a storage, by a simulated study")
+    _add_workers(workers)
+    for command in (identity, held, decode, kernels, workers):
         command.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     return parser
 
@@ -57,6 +59,21 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=_pattern, default="", help="regular expression over names")
     parser.add_argument("--threads", type=_positive, help="torch's threads; its own choice if left out")
     parser.add_argument("--out", type=Path, help="folder for decode.json and the figure, decode.png and decode.svg")
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--storages", type=_storages, help="journal, postgresql or both: a server is started for it")
+    parser.add_argument("--counts", type=_contexts, help="how many workers, such as 1,4,16,64")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long a trial sleeps (2)")
+    parser.add_argument("--each", type=_positive, default=4, help="trials for each worker (4)")
+
+
+def _storages(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in ("journal", "postgresql"):
+            raise argparse.ArgumentTypeError(f"unknown storage {name!r}: journal, postgresql")
+    return names
 
 
 def _contexts(text: str) -> tuple[int, ...]:
@@ -105,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _kernels(options)
     if options.command == "decode":
         return _decode(options)
+    if options.command == "workers":
+        return _workers(options)
     # Here, so that --help needs neither torch nor transformers.
     import torch
 
@@ -188,6 +207,19 @@ def _decode(options: argparse.Namespace) -> int:
     print(json.dumps(document, indent=1, allow_nan=False) if options.json else table, flush=True)
     if options.json:
         print(table, file=sys.stderr)
+    return 0 if document["ok"] else 1
+
+
+def _workers(options: argparse.Namespace) -> int:
+    from kvlab.bench import scaling
+
+    chosen = (options.storages or scaling.STORAGES, options.counts or scaling.COUNTS, options.seconds, options.each)
+    try:
+        document = scaling.run(_say, *chosen)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(document, indent=1, allow_nan=False) if options.json else scaling.table(document), flush=True)
     return 0 if document["ok"] else 1
 
 

@@ -175,7 +175,7 @@ class SharedSubject:
                 self._help(pending)
 
     def _work(self, items: Sequence[Item], configs: Sequence[KVConfig], persist: bool) -> Work:
-        """A unit of its own each time it is asked for: who scores the same twice wants to know whether it is the same."""
+        """A unit of its own each time: who scores the same twice wants to know whether it comes out the same."""
         ids = [item.id for item in items]
         content = address(ids, sorted(c.id for c in configs))
         self._asked[content] += 1

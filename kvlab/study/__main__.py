@@ -106,13 +106,16 @@ def _repair(args: argparse.Namespace) -> int:
     from kvlab.study.board import LEASE_S
 
     board = _board(args)
-    given = board.reap(at_once=True) if args.now else board.reap()
-    until = time.monotonic() + board.longest_lease(LEASE_S)
-    if not args.now and board.running():
-        print(f"watching {board.running()} running trials for {until - time.monotonic():.0f} s", file=sys.stderr)
-        while board.running() and time.monotonic() < until + 1:
-            time.sleep(min(1.0, board.longest_lease(LEASE_S) / 10))
-            given += board.reap()
+    board.look()
+    given = board.reap(at_once=args.now)
+    watch = board.longest_lease(LEASE_S)
+    until = time.monotonic() + watch
+    if board.running() and not args.now:
+        print(f"watching {board.running()} running trials for {watch:.0f} s", file=sys.stderr)
+    while board.running() and time.monotonic() <= until + 1:
+        time.sleep(min(1.0, watch / 10))
+        board.look()
+        given += board.reap()
     again = board.again() if args.failed else []
     done = {"study": board.name, "given_back": sorted(set(given)), "posted_again": again, "running": board.running()}
     if args.json:

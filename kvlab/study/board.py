@@ -10,12 +10,12 @@ has another owner; what it had saved is the same as the other's, and is stored u
 import difflib
 import math
 import os
+import random
 import re
 import secrets
 import socket
 import time
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -88,6 +88,9 @@ class Board:
         self.id = storage.ask(storage.direct.get_study_id_from_name, name)
         self._clock = clock
         self._waiting: list[FrozenTrial] = []
+        self._running: list[FrozenTrial] = []
+        self._looked = -math.inf
+        self._order = random.Random(self.me)
         self._watched: dict[int, tuple[Any, float]] = {}
         self._lost: set[int] = set()
 
@@ -125,7 +128,21 @@ class Board:
 
     def over(self) -> bool:
         """Sealed, and nothing waits or runs."""
-        return self.sealed and not self._listed(TrialState.WAITING, TrialState.RUNNING)
+        if self._waiting or self._running or not self.sealed:
+            return False
+        # Seen before it was sealed is not seen: something may have been posted in between.
+        self.look()
+        return not self._waiting and not self._running
+
+    def look(self, prefers: Callable[[Mapping[str, Any]], bool] = lambda body: False) -> None:
+        """See what waits and what runs."""
+        self._looked = self._clock()
+        trials = [t for t in self._listed(TrialState.WAITING, TrialState.RUNNING) if WORK in t.user_attrs]
+        self._running = [t for t in trials if t.state == TrialState.RUNNING]
+        waiting = [t for t in trials if t.state == TrialState.WAITING]
+        # Each process in an order of its own, so that they seldom ask for the same trial.
+        self._order.shuffle(waiting)
+        self._waiting = sorted(waiting, key=lambda t: not prefers(t.user_attrs[WORK]["body"]))
 
     def post(self, works: Iterable[Work]) -> dict[str, int]:
         """Trial ids by key. What was posted before and has not failed is not posted again."""
@@ -153,21 +170,15 @@ class Board:
 
     def claim(self, prefers: Callable[[Mapping[str, Any]], bool] = lambda body: False) -> Unit | None:
         """A waiting unit for this process alone, one it prefers if there is one; None where none waits."""
-        for listed_now in (False, True):
-            if listed_now:
-                self._waiting = self._mine_first(self._listed(TrialState.WAITING), prefers)
-            while self._waiting:
-                trial = self._waiting.pop(0)
-                if trial._trial_id not in self._lost and self._start(trial._trial_id):
-                    return self._claimed(trial._trial_id)
-        return None
-
-    def _mine_first(self, trials: Sequence[FrozenTrial], prefers: Callable[..., bool]) -> list[FrozenTrial]:
-        """Each process goes through the list from a place of its own, so that they seldom ask for the same trial."""
-        trials = [t for t in trials if WORK in t.user_attrs]
-        begin = zlib.crc32(self.me.encode()) % max(1, len(trials))
-        turned = [*trials[begin:], *trials[:begin]]
-        return sorted(turned, key=lambda t: not prefers(t.user_attrs[WORK]["body"]))
+        while True:
+            # Taken by others several times in a row: most of this list is old. A longer one costs more to read again.
+            for trial in self._waiting[: 2 + len(self._waiting) // 16]:
+                self._waiting.remove(trial)
+                if self._start(trial._trial_id) and (unit := self._claimed(trial)) is not None:
+                    return unit
+            self.look(prefers)
+            if not self._waiting:
+                return None
 
     def _start(self, trial_id: int) -> bool:
         try:
@@ -175,10 +186,18 @@ class Board:
         except UpdateFinishedTrialError:
             return False
 
-    def _claimed(self, trial_id: int) -> Unit:
-        trial = self._ask(self.storage.direct.get_trial, trial_id)
+    def _claimed(self, trial: FrozenTrial) -> Unit | None:
+        trial_id = trial._trial_id
+        # Seen waiting and never leased, less than a lease ago: nobody can have had it and lost it since.
+        if LEASE in trial.user_attrs or self._clock() - self._looked >= self.lease_s / 2:
+            trial = self._ask(self.storage.direct.get_trial, trial_id)
         attempt = trial.user_attrs.get(LEASE, {}).get("attempt", 0) + 1
         self._set(trial_id, LEASE, self._lease(attempt, 0))
+        if trial_id in self._lost:
+            # A journal takes a process that owned a trial once for its owner still; whoever leased last is.
+            trial = self._ask(self.storage.direct.get_trial, trial_id)
+            if trial.user_attrs[LEASE]["owner"] != self.me:
+                return None
         done = {k.removeprefix(PIECE): v for k, v in trial.user_attrs.items() if k.startswith(PIECE)}
         work = trial.user_attrs[WORK]
         return Unit(
@@ -213,13 +232,11 @@ class Board:
 
     def finish(self, unit: Unit, outcome: Outcome) -> None:
         """End a unit with its value. A value or constraint that is no number fails it, with what it was."""
-        if not (math.isfinite(outcome.value) and math.isfinite(outcome.violation)):
+        if not math.isfinite(outcome.value) or not math.isfinite(outcome.violation or 0.0):
             said = f"value {outcome.value}, constraint {outcome.violation}: both must be finite numbers"
             self.fail(unit.trial_id, "error", said)
             return
-        constrained = create_trial(state=TrialState.RUNNING)
-        constrained.set_constraint("violation", outcome.violation)
-        for name, value in constrained.system_attrs.items():
+        for name, value in _constrained(outcome.violation).items():
             self._quietly(self.storage.direct.set_trial_system_attr, unit.trial_id, name, value)
         self._quietly(self.storage.direct.set_trial_state_values, unit.trial_id, TrialState.COMPLETE, [outcome.value])
 
@@ -234,17 +251,17 @@ class Board:
         self._wait_again(unit.trial_id)
 
     def abandon(self, unit: Unit) -> None:
-        """This process forgets a unit that it no longer owns."""
+        """This process leaves a unit that it no longer owns."""
         self._lost.add(unit.trial_id)
 
     # -- the dead ------------------------------------------------------------------------------------------------------
 
     def reap(self, *, at_once: bool = False) -> list[int]:
-        """Give back units whose lease has not moved for its whole length while this process watched; their numbers.
+        """Give back units whose lease has not moved for its whole length while this process looked; their numbers.
 
         `at_once` takes every running unit for lost. A unit that was lost `MOST_ATTEMPTS` times fails for good.
         """
-        now, running = self._clock(), self._listed(TrialState.RUNNING)
+        now, running = self._clock(), self._running
         self._watched = {i: seen for i, seen in self._watched.items() if i in {t._trial_id for t in running}}
         given = []
         for trial in running:
@@ -260,12 +277,12 @@ class Board:
         return given
 
     def running(self) -> int:
-        """How many units are under way."""
-        return len(self._listed(TrialState.RUNNING))
+        """How many units were under way at the last look."""
+        return len(self._running)
 
     def longest_lease(self, otherwise: float) -> float:
-        """Seconds after which every unit under way now would have shown a beat, had its owner lived."""
-        leases = [t.user_attrs.get(LEASE, {}) for t in self._listed(TrialState.RUNNING)]
+        """Seconds after which every unit under way would have shown a beat, had its owner lived."""
+        leases = [t.user_attrs.get(LEASE, {}) for t in self._running]
         return max((lease.get("seconds", otherwise) for lease in leases), default=0.0)
 
     def again(self) -> list[int]:
@@ -332,4 +349,13 @@ def _template(work: Work) -> FrozenTrial:
         params={name: value for name, (value, _) in work.params.items()},
         distributions={name: CategoricalDistribution(choices) for name, (_, choices) in work.params.items()},
         user_attrs={WORK: {"key": work.key, "body": dict(work.body)}},
+        system_attrs=_constrained(work.violation),
     )
+
+
+def _constrained(violation: float | None) -> dict[str, Any]:
+    """How Optuna keeps a constraint."""
+    trial = create_trial(state=TrialState.RUNNING)
+    if violation is not None:
+        trial.set_constraint("violation", violation)
+    return trial.system_attrs

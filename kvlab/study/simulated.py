@@ -62,7 +62,8 @@ def plan(study: str, settings: Settings) -> list[Work]:
             key = address(NAME, config)
             if key not in works:
                 break
-        works[key] = Work(key=key, body=config, params={n: (config[n], SPACE[n]) for n in SPACE})
+        over = float(size(config) - settings.budget)
+        works[key] = Work(key=key, body=config, params={n: (config[n], SPACE[n]) for n in SPACE}, violation=over)
     return list(works.values())
 
 
@@ -89,4 +90,4 @@ class Simulated:
         return {"loss": 2.0 ** -_BITS[body["scheme"]] + (100 - int(body["keep"])) / 400 + luck / 100}
 
     def outcome(self, body: Mapping[str, Any], results: Sequence[Mapping[str, float]]) -> Outcome:
-        return Outcome(sum(r["loss"] for r in results) / len(results), float(size(body) - self.settings.budget))
+        return Outcome(sum(r["loss"] for r in results) / len(results))

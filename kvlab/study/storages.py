@@ -132,8 +132,9 @@ def _journal(url: str, rest: str, patience_s: float) -> Storage:
 
 def _postgresql(rest: str, patience_s: float) -> Storage:
     # One connection for each process. A second one, closed again at once, while Optuna looks at its tables for the
-    # first time and where a lease is renewed in the middle of other work.
-    options = {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 1}
+    # first time and where a lease is renewed in the middle of other work. A connection that a restart of the server
+    # broke shows itself in the next request, which is then asked again: no need to try it before each one.
+    options = {"pool_size": 1, "max_overflow": 1}
 
     def connect() -> RDBStorage:
         return RDBStorage(f"postgresql+psycopg:{rest}", engine_kwargs=options)

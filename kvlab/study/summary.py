@@ -3,7 +3,6 @@
 The best is never a trial that breaks its constraint, whatever its value.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,8 +49,8 @@ def listing(storage: Storage) -> list[dict[str, Any]]:
 
 
 def violation(trial: FrozenTrial) -> float:
-    """By how much a trial breaks its constraint; a trial that never said is infeasible."""
-    return trial.constraints.get("violation", math.inf)
+    """By how much a trial breaks its constraint; one that has none breaks nothing."""
+    return trial.constraints.get("violation", 0.0)
 
 
 def front(trials: Sequence[FrozenTrial]) -> list[tuple[float, float]]:

@@ -15,11 +15,13 @@ class Work:
     """One unit as it is posted. `key` is its content: of two with one key, one is done.
 
     `params` are what tools for Optuna show of it: each a value, and all its choices as text, the same in a whole study.
+    `violation` is by how much it breaks its constraint, where that is known before any work.
     """
 
     key: str
     body: Mapping[str, Any]
     params: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    violation: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +38,13 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The value of a finished unit, lower is better, and by how much it breaks its constraint: <= 0 breaks nothing."""
+    """The value of a finished unit, lower is better.
+
+    `violation` is by how much it breaks its constraint, where only the work could tell; 0 or less breaks nothing.
+    """
 
     value: float
-    violation: float = 0.0
+    violation: float | None = None
 
 
 class Objective(Protocol):
