@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from array import array
+from contextlib import suppress
 
 from kvlab.sandbox import root
 from kvlab.sandbox.cell import Bounds, Ends, run
@@ -38,12 +39,15 @@ def main() -> None:
             run(Ends(*files), Bounds(*bounds), folders, machine, bool(as_root))
         for file in files:
             os.close(file)
-        caller.send(str(waiter).encode())
+        with suppress(OSError):
+            caller.send(str(waiter).encode())
         ended = os.pidfd_open(waiter)
         if not _ready(ended, owner):
             os.kill(waiter, signal.SIGKILL)
         os.waitpid(waiter, 0)
         os.close(ended)
+        with suppress(OSError):  # the caller hung up
+            caller.send(b"gone")
 
 
 def _ready(awaited: int, owner: int) -> bool:

@@ -20,6 +20,12 @@ PLAIN_TYPES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, lis
 _TYPE_NAMES = {kind.__name__: kind for kind in PLAIN_TYPES}
 _SINGLE: dict[bytes, object] = {b"N": None, b"T": True, b"F": False, b"E": ..., b"I": NotImplemented}
 _SINGLE_TAGS = {id(value): tag for tag, value in _SINGLE.items()}
+
+
+def _plain_time(x: datetime.time | datetime.datetime) -> bool:
+    return x.tzinfo is None and not x.fold
+
+
 # Standard classes that cross by name and arguments. `None` from the function: this one stays a reference.
 _KNOWN: dict[type, Callable[[Any], tuple | None]] = {
     collections.Counter: lambda x: (dict(dict.items(x)),),
@@ -32,9 +38,9 @@ _KNOWN: dict[type, Callable[[Any], tuple | None]] = {
     fractions.Fraction: lambda x: (x.numerator, x.denominator),
     datetime.date: lambda x: (x.year, x.month, x.day),
     datetime.timedelta: lambda x: (x.days, x.seconds, x.microseconds),
-    datetime.time: lambda x: (x.hour, x.minute, x.second, x.microsecond) if x.tzinfo is None else None,
+    datetime.time: lambda x: (x.hour, x.minute, x.second, x.microsecond) if _plain_time(x) else None,
     datetime.datetime: lambda x: (
-        (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond) if x.tzinfo is None else None
+        (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond) if _plain_time(x) else None
     ),
 }
 _KNOWN_NAMES = {kind.__name__: kind for kind in _KNOWN}

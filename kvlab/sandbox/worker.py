@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +96,8 @@ class Worker:
                 outcome = self._followed(control, report.fileno(), limits)
             finally:
                 control.close()  # the waiter ends all, whatever happened here
-                self._until_closed(report.fileno())
+                with suppress(OSError):
+                    self._socket.recv(32)  # the nursery saw the waiter end: no process of the cell is left
         return outcome
 
     def _send(self, limits: Limits, files: list[int]) -> None:
@@ -159,11 +161,6 @@ class Worker:
             return Outcome("timeout", f"the tests used {limits.cpu_s:g} s of processor time", seconds)
         how = f"killed by signal {-code}; is the machine out of memory?" if code < 0 else f"ended with {code}"
         return Outcome("crashed", f"the process of the tests was {how}", seconds)
-
-    def _until_closed(self, report: int) -> None:
-        """Wait until no process of the cell is left: the judge holds the other end, and dies last."""
-        while os.read(report, 4096):
-            pass
 
     def _broken(self) -> SandboxUnavailable:
         size = os.fstat(self._errors).st_size

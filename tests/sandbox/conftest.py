@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import children
 
 from kvlab.sandbox import Limits, Sandbox
 
@@ -24,10 +25,6 @@ for name, flag in [("user", 1 << 28), ("mount", 1 << 17), ("PID", 1 << 29), ("ne
 if libc.mount(None, b"/", None, (1 << 18) | (1 << 14), None) or libc.mount(b"t", b"/proc", b"tmpfs", 0, None):
     raise SystemExit(f"the kernel refuses mounts in a user namespace: {os.strerror(ctypes.get_errno())}")
 """
-SMALL = Limits(cpu_s=2, wall_s=60, memory_bytes=256 << 20, files_bytes=2 << 20)
-"""Time enough on a busy machine for what must end by itself."""
-SHORT = Limits(cpu_s=1, wall_s=1.5, memory_bytes=256 << 20)
-"""For what never ends."""
 
 
 @pytest.fixture(scope="session")
@@ -37,26 +34,6 @@ def kernel_allows() -> None:
     found = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
     if found.returncode:
         pytest.skip(found.stderr.strip())
-
-
-def children(pid: int) -> set[int]:
-    """Living processes right below `pid`; its dead ones are waited for if it is this process."""
-    out = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if int(parent) == pid and state != "Z":
-                out.add(int(folder.name))
-    return out
-
-
-def below(pid: int) -> set[int]:
-    """All living processes below `pid`."""
-    found = children(pid)
-    return found.union(*(below(child) for child in found))
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +68,14 @@ def nothing_left(kernel_allows: None, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def sandbox(nothing_left: None) -> Iterator[Sandbox]:
-    with Sandbox(SMALL, workers=2) as opened:
+    """With time enough on a busy machine for what must end by itself."""
+    limits = Limits(cpu_s=2, wall_s=60, memory_bytes=256 << 20, files_bytes=2 << 20)
+    with Sandbox(limits, workers=2) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def short(nothing_left: None) -> Iterator[Sandbox]:
-    with Sandbox(SHORT, workers=4) as opened:
+    """For what never ends."""
+    with Sandbox(Limits(cpu_s=1, wall_s=1.5, memory_bytes=256 << 20), workers=4) as opened:
         yield opened

@@ -195,6 +195,8 @@ def test_what_the_code_defines_can_be_used_by_the_tests(sandbox: Sandbox) -> Non
             return f
         def sum(a, b):
             return a * b
+        def up_to(n):
+            yield from range(n)
     """)
     tests = textwrap.dedent("""
         node = Node(3)
@@ -209,6 +211,7 @@ def test_what_the_code_defines_can_be_used_by_the_tests(sandbox: Sandbox) -> Non
         assert apply(f, values) is f
         assert (values, seen) == ([5, 6], [5])
         assert FIRST == [1, 2]
+        assert (list(up_to(3)), list(zip(up_to(2), "ab"))) == ([0, 1, 2], [(0, "a"), (1, "b")])
         try:
             apply(f, ())
         except AttributeError:
