@@ -12,7 +12,9 @@ import numpy as np
 from scipy.stats import DegenerateDataWarning, bootstrap, norm, t
 
 from kvlab.stats.exact import unconditional_p
-from kvlab.stats.paired import tango_z
+from kvlab.stats.paired import tango_interval, tango_z
+
+_LEAST_TAIL = 1e-12  # two clusters ask for a tail that rounds to none
 
 
 def cluster_bootstrap(
@@ -25,10 +27,11 @@ def cluster_bootstrap(
 ) -> tuple[float, float]:
     """BCa interval of the mean paired difference, resampling whole clusters (items that share a source).
 
-    diffs lie in [-1, 1]; without clusters each item is its own. Two corrections keep few clusters honest. Tails are
-    those of Student's t, widened by sqrt(k / (k - 1)): a resample varies less than a sample. And a resample cannot hold
-    what the sample does not: each end is moved out to at least 1 - tail^(1/k) from the mean, the share of clusters
-    that k of them may all miss.
+    diffs lie in [-1, 1]; without clusters each item is its own. Three corrections keep few clusters honest. Tails are
+    those of Student's t, widened by sqrt(k / (k - 1)): a resample varies less than a sample. No end is nearer than that
+    of the score interval at the sample's size of difference, which is steadier where few clusters differ. And a
+    resample cannot hold what the sample does not: each end lies at least 1 - tail^(1/k) from the mean, the share of
+    clusters that k of them may all miss.
     Sources: Efron (1987), JASA 82:171-185; Hesterberg (2015), The American Statistician 69:371-386, for the first
     correction. Raises ValueError for fewer than two clusters.
     """
@@ -43,7 +46,11 @@ def cluster_bootstrap(
     reach = 1 - tail ** (1 / k)
     low = high = mean
     if np.ptp(sums / sizes) > 0:
-        low, high = _bca(sums, sizes, tail, resamples, seed)
+        widened = float(norm.sf(math.sqrt(k / (k - 1)) * t.isf(tail, k - 1)))
+        # Beyond the outermost resample there is nothing to interpolate.
+        resampled = _bca(sums, sizes, max(widened, 1 / resamples), resamples, seed)
+        scored = _score_ends(sums / sizes.mean(), max(widened, _LEAST_TAIL))
+        low, high = min(resampled[0], scored[0]), max(resampled[1], scored[1])
     return max(-1.0, min(low, mean - reach)), min(1.0, max(high, mean + reach))
 
 
@@ -104,8 +111,6 @@ def sign_flip_p(
 
 
 def _bca(sums: np.ndarray, sizes: np.ndarray, tail: float, resamples: int, seed: int) -> tuple[float, float]:
-    k = len(sums)
-    widened = float(norm.sf(math.sqrt(k / (k - 1)) * t.isf(tail, k - 1)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateDataWarning)
         found = bootstrap(
@@ -114,8 +119,7 @@ def _bca(sums: np.ndarray, sizes: np.ndarray, tail: float, resamples: int, seed:
             paired=True,
             vectorized=True,
             method="BCa",
-            # Beyond the outermost resample there is nothing to interpolate.
-            confidence_level=1 - 2 * max(widened, 1 / resamples),
+            confidence_level=1 - 2 * tail,
             n_resamples=resamples,
             batch=1000,
             rng=np.random.default_rng(seed),
@@ -130,19 +134,38 @@ def _bca(sums: np.ndarray, sizes: np.ndarray, tail: float, resamples: int, seed:
 
 def _matched_p(means: np.ndarray, bound: float) -> float:
     """The exact test at one size of difference. Losses and gains of all sizes become counts of that size."""
-    k, sizes = len(means), np.abs(means)
-    total = float(sizes.sum())
-    size = float((sizes**2).sum()) / total if total > 0 else 1.0
+    k = len(means)
+    size, losses, gains = _counts(means)
     if bound <= -size:
         return 0.0
     if bound >= size:
         return 1.0
-    losses, gains = (float(part.sum()) / size for part in (np.maximum(-means, 0), np.maximum(means, 0)))
     z = float(tango_z(losses, gains, k, bound / size))
-    shown = sizes[sizes > 0]
+    shown = np.abs(means[means != 0])
     if len(shown) and np.ptp(shown) > 1e-12:
         z = float(norm.isf(t.sf(z * math.sqrt((k - 1) / k), k - 1)))
     return unconditional_p(z, k, bound / size)
+
+
+def _score_ends(means: np.ndarray, tail: float) -> tuple[float, float]:
+    """The score interval at one size of difference."""
+    size, losses, gains = _counts(means)
+    low, high = tango_interval(losses, gains, len(means), 1 - 2 * tail)
+    return size * low, size * high
+
+
+def _counts(means: np.ndarray) -> tuple[float, float, float]:
+    """The one size of difference with the sample's mean size and mean square, and how many losses and gains of that
+    size make up the sample's. 1.0 where nothing differs."""
+    sizes, k = np.abs(means), len(means)
+    total, squares = float(sizes.sum()), float((sizes**2).sum())
+    if squares == 0:
+        return 1.0, 0.0, 0.0
+    size = squares / total
+    losses, gains = (float(part.sum()) / size for part in (np.maximum(-means, 0), np.maximum(means, 0)))
+    # By Cauchy and Schwarz no more than k together; rounding may not know.
+    over = max(1.0, (losses + gains) / k)
+    return size, losses / over, gains / over
 
 
 def _by_cluster(values: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:

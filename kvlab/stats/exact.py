@@ -19,6 +19,7 @@ from kvlab.stats.paired import tango_z
 _SAME = 1e-9
 
 
+@lru_cache(maxsize=4096)  # counts are small: the same few tables come up again and again
 def unconditional_p(z: float, n: int, diff: float) -> float:
     """Largest chance, over discordances, of a score statistic of at least `z` when the true difference is `diff`.
 

@@ -33,7 +33,7 @@ def tango_z(b, c, n, diff):
     return float(z) if z.ndim == 0 else z
 
 
-def tango_interval(b: int, c: int, n: int, level: float = 0.90) -> tuple[float, float]:
+def tango_interval(b: float, c: float, n: int, level: float = 0.90) -> tuple[float, float]:
     """Two-sided score interval of the paired difference (c - b) / n, by inverting `tango_z`.
 
     At level .90 each end is a one-sided 5 % bound. With b = c = 0 it is exactly +-z^2 / (n + z^2): silence in n
@@ -87,6 +87,6 @@ def _z(level: float) -> float:
     return float(norm.ppf(0.5 + level / 2))
 
 
-def _check_counts(b: int, c: int, n: int) -> None:
+def _check_counts(b: float, c: float, n: int) -> None:
     if n < 1 or b < 0 or c < 0 or b + c > n:
         raise ValueError(f"flips must satisfy 0 <= b, 0 <= c, b + c <= n and n >= 1, got b={b}, c={c}, n={n}")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from kvlab.stats import cluster_bootstrap, mcnemar_p, score_p, sign_flip_p, tango_z, unconditional_p
+from kvlab.stats import cluster_bootstrap, mcnemar_p, score_p, sign_flip_p, tango_interval, tango_z, unconditional_p
 
 # -- the interval ------------------------------------------------------------------------------------------------------
 
@@ -19,9 +19,22 @@ def test_bootstrap_agrees_with_scipy_at_the_widened_level():
         (diffs,), np.mean, confidence_level=1 - 2 * widened, method="BCa", n_resamples=40_000,
         rng=np.random.default_rng(2),
     ).confidence_interval  # fmt: skip
-    assert cluster_bootstrap(diffs.tolist(), seed=1, resamples=40_000) == pytest.approx(
-        (theirs.low, theirs.high), abs=0.001
-    )
+    low, high = cluster_bootstrap(diffs.tolist(), seed=1, resamples=40_000)
+    # Gains are larger than losses: the bootstrap knows the upper end is farther, the score interval guards the lower.
+    assert high == pytest.approx(theirs.high, abs=0.001)
+    assert theirs.low - 0.01 < low <= theirs.low + 0.001
+
+
+def test_no_end_is_nearer_than_that_of_the_score_interval():
+    """Whole clusters won or lost, as many as items of one size: the counts are those of right and wrong."""
+    rng = np.random.default_rng(8)
+    for _ in range(20):
+        diffs = rng.choice([-0.4, 0.0, 0.4], size=50, p=[0.1, 0.8, 0.1])
+        b, c = int((diffs < 0).sum()), int((diffs > 0).sum())
+        low, high = cluster_bootstrap(diffs.tolist(), resamples=500)
+        score = tango_interval(b, c, 50)
+        assert low <= 0.4 * score[0] + 1e-9
+        assert high >= 0.4 * score[1] - 1e-9
 
 
 def test_a_few_clusters_reach_as_far_as_students_t():
