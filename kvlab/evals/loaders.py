@@ -114,9 +114,11 @@ def load(spec: SetSpec) -> LoadedSet:
         rows = [Row(spec.source.name, 0, {spec.text.column: whole})]
     for row in rows:
         for one, entry in _entries(spec, row):
+            try:
+                _item(spec, entry, SPLITS[0], 0, False)
+            except ValueError as error:
+                raise ValueError(f"{row.place}: {error}") from None
             entries.setdefault((entry.group, one), entry)  # rows that repeat are taken once
-    for entry in entries.values():
-        _item(spec, entry, SPLITS[0], 0, False)
     return LoadedSet(spec, tuple(entries.values()))
 
 

@@ -22,7 +22,7 @@ from kvlab.evals.tasks import TASKS, build
 from kvlab.evals.userset import SetSpec
 
 DEFAULT = ("default",)
-SUITES = ("default", "ruler")
+SUITES = ("default", "several", "ruler")
 """Bundled suites of generated tasks; PUBLIC are the bundled sets."""
 
 
@@ -93,13 +93,10 @@ class Choice:
         if not self.sets and [suite.name for suite in self.suites] == ["default"]:
             return draw.generated(families, n, self.suites[0].tasks, self.suites[0].lengths)
         columns = [self._column(family, n, draw) for family in families]
-        step = max(len(run) for column in columns for run in column)
-        flat = [[item for run in column for item in run][:n] for column in columns]
-        order = [item for at in range(0, n, step) for column in flat for item in column[at : at + step]]
         parts = [f"{suite.name}.{suite.version}" for suite in self.suites]
         parts += [f"{one.spec.name}.{one.spec.version}" for one in self.sets]
         aware = "/query-aware" if query_aware else ""
-        return EvalSet(f"{'+'.join(parts)}/{'+'.join(families)}/{split}/{seed}{aware}", 1, tuple(order))
+        return EvalSet(f"{'+'.join(parts)}/{'+'.join(families)}/{split}/{seed}{aware}", 1, _in_turn(columns, n))
 
     def _check(self, families: Sequence[str], split: str, n: int) -> None:
         missing = [family for family in families if family not in self.families]
@@ -134,6 +131,19 @@ class Choice:
                 else:
                     out.append(run)
         return out
+
+
+def _in_turn(columns: Sequence[Sequence[list[Item]]], n: int) -> tuple[Item, ...]:
+    """The first `n` items of every column, run by run, always from the column that has given fewest."""
+    queues = [iter(column) for column in columns]
+    given = [0] * len(columns)
+    out: list[Item] = []
+    while min(given) < n:
+        turn = given.index(min(given))
+        run = next(queues[turn])[: n - given[turn]]
+        out += run
+        given[turn] += len(run)
+    return tuple(out)
 
 
 def _runs(make: Callable[[int], Sequence[Item]], n: int) -> Iterator[list[Item]]:

@@ -3,16 +3,18 @@
 A new task is one function in a generator file and one line here. This file refuses to know any model or metric.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvlab.evals import arithmetic, programs, retrieval
+from kvlab.evals import arithmetic, programs, retrieval, several
 from kvlab.evals.draft import Draft, estimate_tokens, seeded
 from kvlab.evals.item import FAMILIES, SPLITS, EvalSet, Item, unknown
 from kvlab.evals.ruler import lists, needles, qa
 from kvlab.evals.ruler.fit import Count
 
-Make = Callable[..., Draft]
+Make = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class Task:
 
     `make(rng, length)` writes one item whose context holds about `length` tokens. Where `fitted`, the prompt and the
     room for its answer take exactly `length` tokens, short of a few: `make(rng, length, index=..., count=...)` counts
-    them, and spreads what is asked for over the depths of the context as the index goes on.
+    them, and spreads what is asked for over the depths of the context as the index goes on. Where `group` is more than
+    one, `make` writes that many items over one and the same context.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Task:
     make: Make
     length: int
     fitted: bool = False
+    group: int = 1
 
 
 def _ruler(name: str, make: Make) -> Task:
@@ -47,6 +51,8 @@ TASKS = _tasks(
     Task("multikey", "retrieval", "greedy", retrieval.multikey, 250),
     Task("multikey_choice", "retrieval", "choice", retrieval.multikey_choice, 300),
     Task("json_value", "retrieval", "greedy", retrieval.json_value, 200),
+    Task("several_facts", "retrieval", "greedy", several.facts, 280, group=several.QUESTIONS),
+    Task("several_instructions", "retrieval", "greedy", several.instructions, 280, group=several.QUESTIONS),
     Task("add1", "math", "greedy", arithmetic.add1, 140),
     Task("add1_choice", "math", "choice", arithmetic.add1_choice, 140),
     Task("add2", "math", "greedy", arithmetic.add2, 180),
@@ -176,6 +182,9 @@ class _Draw:
         if one.fitted:
             rng = seeded(one.name, length, self.split, self.seed, index, attempt)
             return one.make(rng, length, index=index, count=self.count)
+        if one.group > 1:
+            whole = one.make(seeded(one.name, self.split, self.seed, index // one.group), length)
+            return whole[index % one.group]
         return one.make(seeded(one.name, self.split, self.seed, index, attempt), length)
 
 
@@ -184,11 +193,18 @@ def _column(
 ) -> list[Item]:
     seen: set[tuple[str, str]] = set()
     out = []
-    for position in range(n):
-        one = TASKS[names[position % len(names)]]
+    for one, index in itertools.islice(_turns(names), n):
         asked = length.get(one.name) if isinstance(length, Mapping) else length
-        out.append(_item(one, position // len(names), asked or one.length, draw, seen))
+        out.append(_item(one, index, asked or one.length, draw, seen))
     return out
+
+
+def _turns(names: tuple[str, ...]) -> Iterator[tuple[Task, int]]:
+    """Tasks taking turns, each with the indices of its next group."""
+    for turn in itertools.count():
+        for name in names:
+            group = TASKS[name].group
+            yield from ((TASKS[name], turn * group + part) for part in range(group))
 
 
 def _item(one: Task, index: int, length: int, draw: _Draw, seen: set[tuple[str, str]]) -> Item:
@@ -200,6 +216,7 @@ def _item(one: Task, index: int, length: int, draw: _Draw, seen: set[tuple[str, 
             seen.add(key)
             at = f"@{length}" if one.fitted else ""
             name = f"{one.name}/{draw.split}/{draw.seed}{at}/{index}"
+            shared = f"{one.name}/{draw.split}/{draw.seed}{at}/{index - index % one.group}"
             return Item(
                 id=name,
                 task=one.name,
@@ -208,7 +225,7 @@ def _item(one: Task, index: int, length: int, draw: _Draw, seen: set[tuple[str, 
                 question=draft.cue if draw.query_aware else draft.question + draft.cue,
                 answers=draft.answers,
                 choices=draft.choices,
-                cluster=name,
+                cluster=shared,
                 stop=draft.stop,
                 max_new_tokens=draft.max_new_tokens,
                 metric=draft.metric,
