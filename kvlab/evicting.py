@@ -4,6 +4,7 @@ Choosing is pure: scores in, who stays out. `flush` alone touches a table. It kn
 candidates.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.centre import Centre
-from kvlab.codecs.base import to_raw
+from kvlab.codecs.base import Codec, Packed, to_raw
 from kvlab.kernels.encode import append
 from kvlab.layer import LayerConfig
 from kvlab.policies import Candidates
@@ -85,7 +86,8 @@ def _store(
     packed |= {} if tokens.mass is None else {"mass": tokens.mass.unsqueeze(-1)}
     launched = table.pool.works(tokens.keys.dtype) == "triton"
     if not launched:
-        coded = {f"{side}.{name}": y for side, (codec, x) in sides.items() for name, y in codec.encode(x).items()}
+        few = tokens.keys.shape[1] <= config.page_tokens
+        coded = {f"{side}.{name}": y for side, streams in _encoded(sides, few).items() for name, y in streams.items()}
         packed |= {name: to_raw(x, raw) if name.endswith(".data") else x for name, x in coded.items()}
     lengths = [tokens.keys.shape[1]] * len(table.counts) if lengths is None else lengths
     start = table.extend(lengths)
@@ -97,6 +99,18 @@ def _store(
             fmt = codec.stored_as(x.shape[2])
             streams = {name: table.pool.streams[f"{side}.{name}"] for name in fmt.names}
             append(x[None], streams, fmt, *where, impl="triton")
+
+
+def _encoded(sides: Mapping[str, tuple[Codec, Tensor]], few: bool) -> dict[str, Packed]:
+    """Streams of K and of V. Heads stand alone, so that one codec takes both of a `few` tokens in half the operations.
+
+    Many tokens cost by their bytes, and side by side they would be copied.
+    """
+    (key, k), (value, v) = sides["k"], sides["v"]
+    if not few or key != value or k.shape != v.shape or key.per_head:
+        return {side: codec.encode(x) for side, (codec, x) in sides.items()}
+    both = key.encode(torch.cat([k, v]))
+    return {side: {name: y.unflatten(0, (2, -1))[i] for name, y in both.items()} for i, side in enumerate(sides)}
 
 
 def _scored(

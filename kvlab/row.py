@@ -198,12 +198,11 @@ class Row:
         compiled = lone and runs_compiled(served_by, q.device, q.dtype, self.raw)
         choice = self.select(q, observe, compiled)
         if compiled:
-            held = ((self.sinks, self.n_sinks), (self._window, self.n_window))
-            raw = [(pair[0], pair[1], count) for pair, count in held if pair]
-            raw.append((k, v, 1))
+            kept = (("sinks", self.sinks, self.n_sinks), ("window", self._window, self.n_window))
+            held = [self._pinned.raw(name, pair, count) for name, pair, count in kept if pair]
             single = Single(q[:, 0], scale, softcap, sink_logits, choice, self.centre, self.seen)
             stored = self._pinned.stored(self.config, self.table, self.n_sinks, (k.shape[2], v.shape[2]))
-            served, mass = attend_single(single, stored, raw, weights)
+            served, mass = attend_single(single, stored, held, k, v, weights)
         else:
             served, mass = self._attend_blocks(q, k, v, scale, softcap, sink_logits, choice, weights)
         if observe and self.rotary is not None:
@@ -338,10 +337,11 @@ class Row:
             self._window = tuple(to_raw(x, self.raw).clone() for x in (k, v))  # type: ignore[assignment]
             self._mass = None if mass is None else mass.clone()
         else:
-            room = size if size <= self._window[0].shape[1] else size + self.config.page_tokens - 1
-            self._window = tuple(  # type: ignore[assignment]
-                _placed(old, to_raw(new, self.raw), self.n_window, room)
-                for old, new in zip(self._window, (k, v), strict=True)
+            room = size + self.config.page_tokens - 1
+            old_k, old_v = self._window
+            self._window = (
+                _placed(old_k, to_raw(k, self.raw), self.n_window, room),
+                _placed(old_v, to_raw(v, self.raw), self.n_window, room),
             )
             if mass is not None and self._mass is not None:
                 self._mass = _placed(self._mass, mass, self.n_window, room)

@@ -11,18 +11,32 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlab.centre import Centre
-from kvlab.kernels.rowwise import Extras, Raw, Stored, attend_one
+from kvlab.kernels import rowwise_arrays
+from kvlab.kernels.rowwise import Extras, Stored
 from kvlab.layer import LayerConfig
 from kvlab.selecting import Choice
 from kvlab.store import PageTable
 
+Parts = tuple[rowwise_arrays.Part, rowwise_arrays.Part]  # the same raw tokens' K and V
+
 
 class Pinned:
-    """A table's pages as the kernel takes them, looked up anew only after pages or pool have moved."""
+    """What a row holds as the kernel takes it, looked up anew only after it has moved."""
 
     def __init__(self) -> None:
         self._stored: Stored | None = None
         self._moves = -1
+        self._raw: dict[str, tuple[Tensor, Parts]] = {}
+
+    def raw(self, name: str, pair: tuple[Tensor, Tensor], count: int) -> Parts:
+        """Sinks or window, the first `count` tokens of which are real. K and V move together."""
+        held = self._raw.get(name)
+        if held is None or held[0] is not pair[0]:
+            held = pair[0], (rowwise_arrays.part(pair[0], 0), rowwise_arrays.part(pair[1], 0))
+            if all(x.is_contiguous() for x in pair):  # else the parts are copies, which see nothing written later
+                self._raw[name] = held
+        k, v = held[1]
+        return k._replace(count=count), v._replace(count=count)
 
     def stored(self, config: LayerConfig, table: PageTable, first: int, dims: tuple[int, int]) -> Stored | None:
         """None while nothing is encoded. `first` is the position of the first token where none were evicted."""
@@ -67,12 +81,20 @@ class Single(NamedTuple):
 
 
 def attend_single(
-    single: Single, stored: Stored | None, raw: Sequence[Raw], weights: Float[Tensor, " 1"] | None
+    single: Single,
+    stored: Stored | None,
+    held: Sequence[Parts],
+    k: Float[Tensor, "N 1 D"],
+    v: Float[Tensor, "N 1 E"],
+    weights: Float[Tensor, " 1"] | None,
 ) -> tuple[Float[Tensor, "H 1 E"], Float[Tensor, "N C"] | None]:
-    """Attention of one query and, with `weights`, what it adds to the attention mass of every key."""
-    out, mass = attend_one(
-        single.q, stored, raw, single.scale, single.extras(stored), mass=weights is not None, impl="numba"
-    )
+    """Attention of one query over `stored`, raw tokens `held` and its own K and V.
+
+    With `weights` also what it adds to the attention mass of every key.
+    """
+    parts = [*held, (rowwise_arrays.part(k, 1), rowwise_arrays.part(v, 1))]
+    dims, extras = (k.shape[0], v.shape[2]), single.extras(stored)
+    out, mass = rowwise_arrays.step(single.q, stored, parts, dims, single.scale, extras, mass=weights is not None)
     if mass is not None and weights is not None:
         mass *= float(weights[0])
     return out.unsqueeze(1).to(single.q.dtype), mass

@@ -45,8 +45,8 @@ def choose(impl: Impl, available: tuple[str, ...] = ("torch", "reference"), devi
     Raises ValueError when `impl` is not available or cannot run on tensors of `device`, saying what would help.
     """
     if impl == "auto":
-        fits = [n for n in available if _obstacle(n, device) is None and not (n == "triton" and device.type == "cpu")]
-        return fits[0]
+        at_home = (n for n in available if not (n == "triton" and device.type == "cpu"))
+        return next(n for n in at_home if _obstacle(n, device) is None)
     if impl not in available:
         raise ValueError(f"impl must be one of {('auto', *available)}, got {impl!r}: it cannot run here; use 'auto'")
     obstacle = _obstacle(impl, device)

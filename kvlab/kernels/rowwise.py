@@ -154,4 +154,5 @@ def _attend_numba(
 ) -> tuple[Tensor, Tensor | None]:
     from kvlab.kernels import rowwise_arrays
 
-    return rowwise_arrays.step(q, stored, raw, scale, extras, mass)
+    parts = [(rowwise_arrays.part(k, count), rowwise_arrays.part(v, count)) for k, v, count in raw]
+    return rowwise_arrays.step(q, stored, parts, (raw[0][0].shape[0], raw[0][1].shape[2]), scale, extras, mass)

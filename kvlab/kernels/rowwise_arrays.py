@@ -14,21 +14,22 @@ import torch
 from torch import Tensor
 
 from kvlab.kernels.formats import FP8_DTYPES, Format, static_scale
-from kvlab.kernels.rowwise import Extras, Raw, Stored
+from kvlab.kernels.rowwise import Extras, Stored
 
 F32_RAW, F16_RAW, BF16_RAW, FP8, AFFINE = range(5)
 
 
 class Part(NamedTuple):
-    """Raw tokens: `data` uint8 [N, T, bytes] of `kind`, of which the first `count` are real."""
+    """Raw tokens: `data` uint8, flat, of `kind`: `room` tokens for each head, of which the first `count` are real."""
 
     kind: int
     data: np.ndarray
+    room: int
     count: int
 
 
 class Bytes(NamedTuple):
-    """One stream of K or V: `data` uint8 [pages * P, bytes]; the other arrays are empty where the kind needs none.
+    """One stream of K or V: `data` uint8, `row_bytes` for each token. Arrays that the kind does without are empty.
 
     `scale` and `zero` hold fp16 bits, flat: so many for each token, or for each whole page (`by_channel`). `exponent`
     int8 [pages * P] and `head_scale` [N] are those of fp8, `table` what its 256 bytes mean.
@@ -40,6 +41,7 @@ class Bytes(NamedTuple):
     by_channel: bool
     offset: float
     rotated: bool
+    row_bytes: int
     data: np.ndarray
     scale: np.ndarray
     zero: np.ndarray
@@ -72,23 +74,29 @@ _NO_ROWS = np.empty((0, 0), np.float32)
 _NO_WORDS = np.empty(0, np.uint16)
 _NO_SIGNS = np.empty(0, np.int8)
 _NO_POSITION = np.empty(0, np.int32)
-_NO_BYTES = np.empty((0, 0), np.uint8)
-_NO_PART = Part(F32_RAW, np.empty((0, 0, 0), np.uint8), 0)
+_NO_BYTES = np.empty(0, np.uint8)
+_NO_PART = Part(F32_RAW, _NO_BYTES, 0, 0)
 
 
 def step(
-    q: Tensor, stored: Stored | None, raw: Sequence[Raw], scale: float, extras: Extras, mass: bool
+    q: Tensor,
+    stored: Stored | None,
+    raw: Sequence[tuple[Part, Part]],
+    dims: tuple[int, int],
+    scale: float,
+    extras: Extras,
+    mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `rowwise.attend_one` is asked for. Everything on the CPU; q and raw tokens in float32 or 16 bit."""
-    n_heads, value_dim = raw[0][0].shape[0], raw[0][1].shape[2]
+    """What `rowwise.attend_one` is asked for, of N KV heads and values of E channels: `dims`. Everything on the CPU."""
+    n_heads, value_dim = dims
     out = torch.empty(q.shape[0], value_dim)
     pages = _no_pages(n_heads) if stored is None else stored.arrays
-    columns = pages.longest + sum(count for _, _, count in raw)
+    columns = pages.longest + sum(k.count for k, _ in raw)
     seen = torch.empty(n_heads, columns) if mass else None
-    parts = [(_part(k, count), _part(v, count)) for k, v, count in raw]
-    parts += [(_NO_PART, _NO_PART)] * (PARTS - len(parts))
+    parts = (*raw, *[(_NO_PART, _NO_PART)] * (PARTS - len(raw)))
     _compiled()(
-        (q.float() * scale).contiguous().numpy(),
+        q.float().contiguous().numpy(),
+        scale,
         pages,
         tuple(k for k, _ in parts),
         tuple(v for _, v in parts),
@@ -115,14 +123,19 @@ def _compiled() -> Callable[..., None]:
     try:
         parts, none = (_NO_PART,) * PARTS, _none_selected(1)
         query, out = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32)
-        attend(query, _no_pages(1), parts, parts, none, 0, 0.0, _NONE, _NO_ROWS, _NO_ROWS, _NO_ROWS, out)
+        attend(query, 1.0, _no_pages(1), parts, parts, none, 0, 0.0, _NONE, _NO_ROWS, _NO_ROWS, _NO_ROWS, out)
     finally:
         note.cancel()
     return attend
 
 
-def _part(x: Tensor, count: int) -> Part:
-    return Part(_KINDS[x.dtype], x.contiguous().view(torch.uint8).numpy(), count)
+def part(x: Tensor, count: int) -> Part:
+    """Raw tokens [N, T, D], float32 or 16 bit, in the memory they are in."""
+    return Part(_KINDS[x.dtype], _flat(x), x.shape[1], count)
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    return x.contiguous().view(torch.uint8).view(-1).numpy()
 
 
 def pages_of(stored: Stored) -> Pages:
@@ -142,7 +155,7 @@ def pages_of(stored: Stored) -> Pages:
 
 @functools.cache
 def _no_pages(heads: int) -> Pages:
-    nothing = Bytes(F32_RAW, 32, 1, False, 0.0, False, _NO_BYTES, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
+    nothing = Bytes(F32_RAW, 32, 1, False, 0.0, False, 0, _NO_BYTES, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
     index, counts = np.zeros((heads, 0), np.int64), np.zeros(heads, np.int64)
     return Pages(nothing, nothing, index, counts, 0, 1, _NO_POSITION, 0)
 
@@ -165,13 +178,19 @@ def _flat_bits(x: Tensor) -> np.ndarray:
 def _bytes_of(streams: Mapping[str, Tensor], fmt: Format, heads: int) -> Bytes:
     """One stream, sharing its memory."""
     if fmt.kind == "raw":
-        kind, data, _ = _part(streams["data"].flatten(0, 1), 0)
-        return Bytes(kind, fmt.bits, 1, False, 0.0, False, data, _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE)
-    codes = streams["codes"].flatten(0, 1).numpy()
+        x = streams["data"]
+        size = x.shape[2] * x.element_size()
+        kind = _KINDS[x.dtype]
+        return Bytes(
+            kind, fmt.bits, 1, False, 0.0, False, size, _flat(x), _NO_WORDS, _NO_WORDS, _NO_SIGNS, _NONE, _NONE
+        )
+    codes, size = _flat(streams["codes"]), streams["codes"].shape[2]
     if fmt.kind == "fp8":
         signs = _NO_SIGNS if fmt.exponents else streams["exponent"].flatten().numpy()
         scales = _head_scales(fmt, heads) if fmt.exponents else _NONE
-        return Bytes(FP8, 8, 1, False, 0.0, fmt.hadamard, codes, _NO_WORDS, _NO_WORDS, signs, scales, _table(fmt.fp8))
+        return Bytes(
+            FP8, 8, 1, False, 0.0, fmt.hadamard, size, codes, _NO_WORDS, _NO_WORDS, signs, scales, _table(fmt.fp8)
+        )
     scale, zero = _flat_bits(streams["scale"]), _NO_WORDS
     if fmt.mode == "asymmetric":
         zero = _flat_bits(streams["zero"])
@@ -183,6 +202,7 @@ def _bytes_of(streams: Mapping[str, Tensor], fmt: Format, heads: int) -> Bytes:
         by_channel,
         fmt.groups.offset,
         fmt.hadamard,
+        size,
         codes,
         scale,
         zero,

@@ -1,0 +1,162 @@
+"""Lanes: sixteen float32 at once, as LLVM's vectors, for the loops in which compiled steps spend their time.
+
+Loops over numbers compile to code half as wide as the CPU, with sums taken apart one by one; here width and order are
+written out. Any CPU runs it: LLVM cuts vectors to what there is. Arrays are contiguous and flat, places in them counted
+in numbers; whoever calls sees to it that sixteen are there.
+"""
+
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_WORDS = ir.VectorType(ir.IntType(32), LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_BYTE, _WORD = ir.IntType(8), ir.IntType(32)
+_FAST = ("reassoc", "contract", "nsz")
+
+
+class _Lanes(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+lanes = _Lanes()
+
+
+@register_model(_Lanes)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager, fe_type):
+        super().__init__(manager, fe_type, _FLOATS)
+
+
+def _place(context, builder, array_type, array, at, as_type):
+    """Pointer to what begins at number `at` of a flat array."""
+    held = context.make_array(array_type)(context, builder, array)
+    return builder.bitcast(builder.gep(held.data, [at]), as_type.as_pointer())
+
+
+def _constant(type_, values):
+    return ir.Constant(type_, list(values))
+
+
+def _splat(builder, x, vector):
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(_WORD, 0))
+    mask = _constant(ir.VectorType(_WORD, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
+
+
+@intrinsic
+def load(typingctx, array, at):
+    """array[at : at + 16], float32."""
+
+    def generate(context, builder, signature, args):
+        found = builder.load(_place(context, builder, signature.args[0], args[0], args[1], _FLOATS))
+        found.align = 4
+        return found
+
+    return lanes(array, types.intp), generate
+
+
+@intrinsic
+def store(typingctx, array, at, x):
+    """array[at : at + 16] = x."""
+
+    def generate(context, builder, signature, args):
+        done = builder.store(args[2], _place(context, builder, signature.args[0], args[0], args[1], _FLOATS))
+        done.align = 4
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, lanes), generate
+
+
+@intrinsic
+def splat(typingctx, x):
+    """x in every lane."""
+
+    def generate(context, builder, signature, args):
+        return _splat(builder, args[0], _FLOATS)
+
+    return lanes(types.float32), generate
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a * b + c."""
+
+    def generate(context, builder, signature, args):
+        return builder.fadd(builder.fmul(args[0], args[1], flags=_FAST), args[2], flags=_FAST)
+
+    return lanes(lanes, lanes, lanes), generate
+
+
+@intrinsic
+def codes(typingctx, array, at, shift, mask):
+    """(array[at : at + 16] >> shift) & mask as floats; the array is of bytes."""
+
+    def generate(context, builder, signature, args):
+        place = _place(context, builder, signature.args[0], args[0], args[1], ir.VectorType(_BYTE, LANES))
+        packed = builder.load(place)
+        packed.align = 1
+        words = builder.zext(packed, _WORDS)
+        shifts, masks = (_splat(builder, builder.trunc(x, _WORD), _WORDS) for x in args[2:])
+        return builder.sitofp(builder.and_(builder.lshr(words, shifts), masks), _FLOATS)
+
+    return lanes(array, types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def store_sums(typingctx, array, at, a, b, c, d):
+    """array[at : at + 4] = the sums over the lanes of a, b, c and d."""
+
+    def generate(context, builder, signature, args):
+        def picked(x, y, order):
+            return builder.shuffle_vector(x, y, _constant(ir.VectorType(_WORD, len(order)), order))
+
+        def added(x, y, evens, odds):
+            return builder.fadd(picked(x, y, evens), picked(x, y, odds), flags=_FAST)
+
+        # Neighbours first: after two rounds each quarter holds a part of all four sums, in order.
+        pairs = [[i + j for i in range(0, LANES, 2) for j in (o, o + LANES)] for o in (0, 1)]
+        quads = [[i + j for i in range(0, LANES, 4) for j in (o, o + 1, o + LANES, o + LANES + 1)] for o in (0, 2)]
+        x = added(added(args[2], args[3], *pairs), added(args[4], args[5], *pairs), *quads)
+        x = added(x, x, range(8), range(8, 16))
+        x = added(x, x, range(4), range(4, 8))
+        done = builder.store(x, _place(context, builder, signature.args[0], args[0], args[1], x.type))
+        done.align = 4
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, lanes, lanes, lanes, lanes), generate
+
+
+@intrinsic
+def halves(typingctx, array, at):
+    """array[at : at + 16], fp16 bits in uint16, as float32. Only where HAS_HALVES."""
+
+    def generate(context, builder, signature, args):
+        packed = builder.load(_place(context, builder, signature.args[0], args[0], args[1], _HALVES))
+        packed.align = 2
+        return builder.fpext(packed, _FLOATS)
+
+    return lanes(array, types.intp), generate
+
+
+# Without such an instruction LLVM would call a function that need not be there.
+HAS_HALVES = bool(get_host_cpu_features().get("f16c"))
+
+
+@intrinsic
+def prefetch(typingctx, array, at):
+    """Ask for the cache line of array[at], bytes, which may lie outside the array."""
+
+    def generate(context, builder, signature, args):
+        place = _place(context, builder, signature.args[0], args[0], args[1], _BYTE)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, _WORD, _WORD, _WORD])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(ask, [place, *(ir.Constant(_WORD, x) for x in (0, 3, 1))])  # to read, into every level, data
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), generate
