@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvlab.evals.draft import Draft, estimate_tokens, seeded
 from kvlab.evals.item import Item
 from kvlab.evals.ruler import lists, needles, scores
-from kvlab.evals.ruler.fit import TOLERANCE, counter
+from kvlab.evals.ruler.fit import TOLERANCE, Drawn, counter, depth_of, fitted, placed, spread
 from kvlab.evals.suite import load_suite
 from kvlab.evals.tasks import RULER, TASKS, build
 from kvlab.models import load
@@ -280,6 +280,58 @@ def test_counting_grows_with_the_length_only_linearly(name):
         assert 0 <= length - used <= TOLERANCE
         shares.append(read / len(draft.context))
     assert max(shares) < 12
+
+
+# -- the parts of a fit ----------------------------------------------------------------------------------------------
+
+
+def test_a_stream_remembers_and_leaves_out_what_would_give_the_answer_away():
+    drawn = Drawn(iter(["Galton", "ALTONA", "Pirport", "Jedden"]), without=("alton",))
+    assert drawn.first(1) == ["Pirport"]
+    assert drawn.first(2) == ["Pirport", "Jedden"]
+    assert drawn.first(1) == ["Pirport"]
+    with pytest.raises(ValueError, match="ends after 2 units, 3 are needed"):
+        drawn.first(3)
+
+
+def test_needles_are_placed_by_depth_and_touching_ones_in_order_of_depth():
+    assert placed(["a", "b", "c", "d"], ["X", "Y"], [0.5, 0.0]) == ["Y", "a", "b", "X", "c", "d"]
+    assert placed(["a"], ["X", "Y", "Z"], [0.9, 0.8, 0.1]) == ["Z", "a", "Y", "X"]
+    assert placed([], ["X"], [0.7]) == ["X"]
+
+
+def test_depths_of_one_item_stand_evenly_around_the_first():
+    for index in range(20):
+        depths = spread(index, 4)
+        assert all(0 <= depth < 1 for depth in depths)
+        assert sorted(round((depth - depths[0]) % 1, 9) for depth in depths) == [0.0, 0.25, 0.5, 0.75]
+    assert depth_of("abcd", "c") == 0.5
+    with pytest.raises(ValueError, match="stands 2 times"):
+        depth_of("abab", "ab")
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 3000), st.integers(0, 50))
+def test_any_unit_and_padding_fit_to_the_token_of_the_smaller(unit, pad, length, rest):
+    def write(units: int, pads: int) -> str:
+        return "-" * (10 + unit * units + pad * pads)
+
+    if length < 10 + rest + unit:
+        with pytest.raises(ValueError, match=f"least length is {10 + rest + unit}, of which {rest} are"):
+            fitted(write, task="t", length=length, rest=rest, count=len, least=1)
+        return
+    left = length - rest - len(fitted(write, task="t", length=length, rest=rest, count=len, least=1))
+    assert 0 <= left < pad
+
+
+def test_a_tokenizer_that_joins_over_the_seam_is_still_not_exceeded():
+    def count(text: str) -> int:
+        return len(text) + 3 * (len(text) > 150)  # a long text takes more than its padding measured on a short one
+
+    def write(units: int, pads: int) -> str:
+        return "-" * (5 + 7 * units + pads)
+
+    for length in range(150, 175):
+        assert 0 <= length - count(fitted(write, task="t", length=length, rest=0, count=count)) <= 3
 
 
 # -- seeds, depths, identity -----------------------------------------------------------------------------------------
