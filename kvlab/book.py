@@ -7,6 +7,7 @@ asked to: between items, with everything saved.
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -64,6 +65,7 @@ class ScoreBook:
         names = {f.name for f in dataclasses.fields(ItemScore)}
         for record in self.run.rows().to_dict("records"):
             row: dict[str, Any] = {str(k): None if v != v else v for k, v in record.items() if k in names}
+            row["nll"] = math.nan if row["nll"] is None else row["nll"]  # of generated answers, which force nothing
             self.rows[(record["role"], row["config_id"], row["item_id"])] = ItemScore(**row)
             # A run that names no other has scored the row itself; older runs have no such column.
             self.remembered += isinstance(record.get("scored_in"), str)

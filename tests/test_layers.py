@@ -42,6 +42,7 @@ FLOORS: dict[str, float] = {
     "snapshot": 4.5,  # runs its one prefill on an attached model
     "calibration": 4.7,
     "subject": 5,
+    "answering": 5.2,
     "book": 5.3,
     "confirm": 5.6,
     "search": 6,

@@ -3,6 +3,7 @@
 An unfinished run of the same config is gone on with; no item is scored twice.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +13,16 @@ from typing import Any
 import torch
 
 from kvlab import confirm
-from kvlab.book import Interrupted, ScoreBook, StopFlag
+from kvlab.answering import Answering
+from kvlab.book import Interrupted, ScoreBook, Scoring, StopFlag
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet
-from kvlab.evals.tasks import build
+from kvlab.evals.summary import by_task, extraction_note
 from kvlab.progress import Progress
 from kvlab.report.files import write
 from kvlab.runs import Run, config_hash, find
+from kvlab.sandbox.refused import SandboxUnavailable
+from kvlab.sandbox.running import Sandbox
 from kvlab.search import document
 from kvlab.search.document import Describer
 from kvlab.search.engine import Session, open_session, versions
@@ -79,6 +83,8 @@ def make_plan(config: SweepConfig) -> Plan:
             context=config.context,
             concurrency=config.concurrency,
             families=config.families,
+            sets=config.sets,
+            items=config.items,
             seed=config.seed,
         )
     )
@@ -92,8 +98,22 @@ def make_plan(config: SweepConfig) -> Plan:
         except ValueError as error:
             raise UsageError(f"format {name} cannot store {config.model}: {error}. Leave it out of formats") from None
     arms = {name: arm for name, arm in arms.items() if arm != BASELINE}
-    items = build(config.families, split="confirm", n=config.items, seed=config.seed, query_aware=config.query_aware)
+    items = _items(config, session, "confirm", config.items)
     return Plan(config, session, subject, arms, space.control(), items, confirm.Margin.planned(config.items))
+
+
+def _items(config: SweepConfig, session: Session, split: str, n: int) -> EvalSet:
+    try:
+        return session.choice.build(
+            config.families,
+            split=split,
+            n=n,
+            seed=config.seed,
+            query_aware=config.query_aware,
+            count=lambda text: len(session.loaded.tokenizer.encode(text)),
+        )
+    except ValueError as error:
+        raise UsageError(f"sets: {error}") from None
 
 
 def start(plan: Plan, root: Path) -> Run:
@@ -134,10 +154,10 @@ def _planned_rows(plan: Plan) -> int:
 
 
 def _execute(plan: Plan, run: Run, progress: Progress) -> None:
-    with run.lock(), StopFlag() as stop:
+    with run.lock(), StopFlag() as stop, contextlib.ExitStack() as stack:
         begun, earlier = time.monotonic(), float(run.status.get("wall_s", 0.0))
         run.set_status("running", threads=_settle_threads(plan, run.status.get("threads")))
-        book = ScoreBook(run, plan.subject, stop, progress)
+        book = ScoreBook(run, _scoring(plan, stack), stop, progress)
         progress.add(len(book.rows))
         state, noted = "failed", {}
         try:
@@ -158,6 +178,18 @@ def _execute(plan: Plan, run: Run, progress: Progress) -> None:
             progress.close()
 
 
+def _scoring(plan: Plan, stack: contextlib.ExitStack) -> Scoring:
+    """What gives rows: the teacher-forced pass, or answers that are decoded; code runs in a sandbox, where allowed."""
+    if not plan.config.generate:
+        return plan.subject
+    if not plan.config.allow_code_exec:
+        return Answering(plan.subject)
+    try:
+        return Answering(plan.subject, stack.enter_context(Sandbox()).run)
+    except SandboxUnavailable as error:
+        raise UsageError(f"allow_code_exec: {error}") from None
+
+
 def _settle_threads(plan: Plan, before: int | None) -> int:
     """The thread count that serves these items best; a resumed run keeps to the one it began with."""
     if before is None and len(plan.items) >= 2 * max(2, len(plan.items.families)):
@@ -169,20 +201,20 @@ def _settle_threads(plan: Plan, before: int | None) -> int:
 def _judge(plan: Plan, book: ScoreBook) -> confirm.Verdicts:
     arms = list(plan.arms.values())
     verdicts = confirm.judge_arms(book, plan.items, arms, plan.control, plan.margin, stage="sweep")
-    c = plan.config
-    return confirm.replicate_rises(
-        book,
-        plan.items,
-        lambda: build(c.families, split="replicate", n=c.items, seed=c.seed, query_aware=c.query_aware),
-        arms,
-        verdicts,
-    )
+    config, session = plan.config, plan.session
+    most = session.choice.most(config.families, "replicate")
+    n = config.items if most is None else min(config.items, most)
+    return confirm.replicate_rises(book, plan.items, lambda: _items(config, session, "replicate", n), arms, verdicts)
 
 
 def _document(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts) -> dict[str, Any]:
     session, space, describe = plan.session, plan.session.space, plan.describe(book)
     rows = [
-        {"format": name, **describe.judged(arm, verdicts.judged[arm.id], plan.items)}
+        {
+            "format": name,
+            **describe.judged(arm, verdicts.judged[arm.id], plan.items),
+            "tasks": _tasks(plan, book, arm),
+        }
         for name, arm in plan.arms.items()
         if arm.id in verdicts.judged
     ]
@@ -206,7 +238,7 @@ def _document(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts)
         "verdict": verdict,
         "winner": winner["config_id"] if winner else None,
         "margin": plan.margin.to_dict(),
-        "baseline": {**baseline, "families": verdicts.baseline},
+        "baseline": {**baseline, "families": verdicts.baseline, "tasks": _tasks(plan, book, BASELINE)},
         "configs": rows,
         "failures": {name: book.failures[arm.id] for name, arm in plan.arms.items() if arm.id in book.failures},
         "controls": document.controls(plan.control, verdicts),
@@ -218,6 +250,10 @@ def _document(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts)
         "query_aware": plan.config.query_aware,
         "versions": versions(),
     }
+
+
+def _tasks(plan: Plan, book: ScoreBook, config: KVConfig) -> dict[str, Any]:
+    return by_task(book.get(confirm.ROLE, config, item) for item in plan.items.items)
 
 
 def _obstacle(verdicts: list[str]) -> str | None:
@@ -236,5 +272,16 @@ def _notes(plan: Plan, book: ScoreBook, rows: list[dict[str, Any]], raw: int) ->
         notes.insert(0, f"accuracy holds, but not within the budget: {', '.join(over)}")
     if plan.config.query_aware:
         notes.append("the question stood before compression: scores are kinder to every format than in a conversation")
+    notes += _about_answers(plan, book, rows)
     failed = [f"{n}: {book.failures[a.id]}" for n, a in plan.arms.items() if a.id in book.failures]
     return notes + [f"not judged, {reason}" for reason in failed]
+
+
+def _about_answers(plan: Plan, book: ScoreBook, rows: list[dict[str, Any]]) -> list[str]:
+    """How often no answer could be read, for every arm; and what was not generated after all."""
+    arms = [("uncompressed", _tasks(plan, book, BASELINE)), *((row["format"], row["tasks"]) for row in rows)]
+    note = extraction_note(arms)
+    code = sorted({i.task for i in plan.items.items if i.metric == "execute"})
+    forced = f"{', '.join(code)}: nothing was run; scored by the likelihood of the canonical solutions, token by token"
+    notes = [note] if note is not None else []
+    return [*notes, forced] if code and not plan.config.allow_code_exec else notes

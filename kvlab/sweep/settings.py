@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlab.evals.item import FAMILIES, unknown
+from kvlab.evals.sets import DEFAULT, families_of
 from kvlab.search.settings import UsageError
 from kvlab.search.sizes import parse_budget
 from kvlab.sweep.formats import FORMATS
@@ -20,7 +21,11 @@ from kvlab.sweep.formats import FORMATS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig:
-    """One sweep. `budget_gb` in 10**9 bytes, `items` per family, `out` the folder for run folders ("": the default)."""
+    """One sweep. `budget_gb` in 10**9 bytes, `items` per family, `out` the folder for run folders ("": the default).
+
+    `sets` are names as `kvlab.evals.sets` takes them. With `generate` answers are decoded and graded, not forced;
+    generated code runs only with `allow_code_exec`.
+    """
 
     model: str = "smollm2-135m"
     budget_gb: float = 6.0
@@ -28,9 +33,12 @@ class SweepConfig:
     concurrency: int = 8
     formats: tuple[str, ...] = ("raw", "fp8_e4m3", "fp8_e5m2", "int8")
     families: tuple[str, ...] = FAMILIES
+    sets: tuple[str, ...] = DEFAULT
     items: int = 64
     seed: int = 0
     query_aware: bool = False
+    generate: bool = False
+    allow_code_exec: bool = False
     out: str = ""
 
     def __post_init__(self) -> None:
@@ -47,6 +55,19 @@ class SweepConfig:
                     raise UsageError(str(unknown(kind, name, known)))
             if not names or len(set(names)) != len(names):
                 raise UsageError(f"name every {kind} once and at least one, got {','.join(names) or 'none'}")
+
+        try:
+            there = families_of(self.sets)
+        except ValueError as error:
+            raise UsageError(f"sets: {error}") from None
+        missing = [family for family in self.families if family not in there]
+        if missing:
+            raise UsageError(
+                f"sets {','.join(self.sets)} have no items of family {', '.join(missing)}: pass families "
+                f"{','.join(there)}, or more sets"
+            )
+        if self.allow_code_exec and not self.generate:
+            raise UsageError("allow_code_exec runs generated code, and nothing is generated: pass generate True too")
 
     @property
     def budget_bytes(self) -> int:
@@ -71,8 +92,8 @@ class SweepConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """What decides the result: everything but where it is written."""
-        body = dataclasses.asdict(self) | {"formats": list(self.formats), "families": list(self.families)}
-        return {name: value for name, value in body.items() if name != "out"}
+        body = dataclasses.asdict(self)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in body.items() if n != "out"}
 
     def to_params(self) -> dict[str, str | int | float | bool]:
         """The same as plain parameters, lists as comma-separated text; `from_params` gives this config back."""
@@ -137,8 +158,11 @@ _KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "concurrency": ("a whole number", _whole),
     "formats": ("names separated by commas", _names),
     "families": ("names separated by commas", _names),
+    "sets": ("names separated by commas", _names),
     "items": ("a whole number", _whole),
     "seed": ("a whole number", _whole),
     "query_aware": ("True or False", _switch),
+    "generate": ("True or False", _switch),
+    "allow_code_exec": ("True or False", _switch),
     "out": ("text", _text),
 }

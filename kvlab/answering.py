@@ -1,0 +1,45 @@
+"""Scores of real decoding where answers are judged, and of the teacher-forced pass everywhere else.
+
+A search is steered by likelihoods, which say more with few items. What is claimed of a config may rest on the answers
+it writes: with this in front of a subject, items of the confirmation are decoded, read and graded.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from kvlab.config import KVConfig
+from kvlab.evals.execution import Runner, gradable
+from kvlab.evals.item import Item
+from kvlab.evals.subject import ItemScore
+from kvlab.subject import Counters, LocalSubject
+
+JUDGED = ("confirm", "replicate")
+
+
+class Answering:
+    """A subject whose `score` decodes items of the splits that are judged.
+
+    Multiple choice and running text are scored by likelihood all the same, and so is code without a `runner`: nothing
+    runs that was not allowed to.
+    """
+
+    def __init__(self, subject: LocalSubject, runner: Runner | None = None) -> None:
+        self.subject, self.runner = subject, runner
+
+    @property
+    def counters(self) -> Counters:
+        return self.subject.counters
+
+    def decodes(self, item: Item) -> bool:
+        """Whether the item is answered by real decoding here."""
+        return item.split in JUDGED and gradable(item, self.runner)
+
+    def score(self, items: Sequence[Item], configs: Sequence[KVConfig], *, persist: bool = True) -> Iterator[ItemScore]:
+        """Rows for every item and config: forced ones first, then decoded ones config by config."""
+        for config in configs:
+            config.check(self.subject.shape)
+        decoded = [item for item in items if self.decodes(item)]
+        forced = [item for item in items if not self.decodes(item)]
+        if forced:
+            yield from self.subject.score(forced, configs, persist=persist)
+        for config in configs if decoded else ():
+            yield from self.subject.generate(decoded, config, runner=self.runner)
