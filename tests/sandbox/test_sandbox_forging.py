@@ -148,6 +148,33 @@ def test_tests_that_catch_everything_notice_that_the_code_is_gone(sandbox: Sandb
     assert not one(sandbox, garbage, tests.format("BaseException")).passed
 
 
+def test_the_tests_side_does_what_it_is_asked_by_nobody(sandbox: Sandbox) -> None:
+    """The code finds its end of the channel and asks, in the middle of a call, for what was not handed to it."""
+    source = """
+import gc
+def double(x):
+    (peer,) = [o for o in gc.get_objects() if type(o).__name__ == "Peer"]
+    {}
+    return x + x
+"""
+    assert one(sandbox, source.format("pass")).passed
+    asked = {
+        "peer.ask('call', int, ('5',), {})": "handed over",
+        "peer.ask('get', int, 'real')": "'get'",
+        "peer.ask('lookup', 'expected')": "'lookup'",
+        "peer.ask('names')": "'names'",
+        "peer._send(('answer',))": "wrong length",
+        "peer._send(('answer', 4, 4))": "wrong length",
+        "peer._send(4)": "neither a question",
+        "peer._send(('raise', 'passed', 'str', ()))": "can not be read",
+        "peer._send(('answer', (4, [(0, [4])])))": "can not be read",
+        "peer._send(('answer', (4, [(9, [4])])))": "can not be read",
+    }
+    for what, why in asked.items():
+        outcome = one(sandbox, source.format(what))
+        assert (outcome.verdict, why in outcome.detail) == ("crashed", True), (what, outcome)
+
+
 def test_control_flow_does_not_cross_into_loops_of_the_tests(sandbox: Sandbox) -> None:
     tests = "assert all(map(lambda x: double(x) == x + x, [1, 2, 3]))\nassert list(map(double, [1, 2])) == [2, 4]"
     assert one(sandbox, "def double(x): return x + x", tests).passed

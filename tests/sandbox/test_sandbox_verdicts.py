@@ -198,6 +198,32 @@ assert set(root) <= {top}, root
         assert one(opened, source, tests, "told").verdict == "passed"
 
 
+def test_what_code_holds_open_and_what_it_could_write(sandbox: Sandbox) -> None:
+    """Five files: standard ones, questions and answers. Rights on files are not what keeps libraries as they are."""
+    source = """
+import os, sys
+def opened():
+    found = []
+    for file in range(4096):
+        try:
+            os.fstat(file)
+        except OSError:
+            continue
+        found.append(file)
+    return found
+def fixed():
+    folders = ["/", "/empty", os.path.dirname(os.__file__), *(path for path in sys.path if os.path.isdir(path))]
+    wanted = os.ST_RDONLY | os.ST_NOSUID | os.ST_NODEV
+    return [folder for folder in folders if os.statvfs(folder).f_flag & wanted != wanted]
+def packages():
+    folders = [os.path.join(path, "site-packages") for path in sys.path]
+    return [name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
+"""
+    tests = "assert len(opened()) == 5, opened()\nassert fixed() == [], fixed()\nassert packages() == [], packages()"
+    outcome = one(sandbox, source, tests, "opened")
+    assert outcome.passed, outcome
+
+
 def test_outcomes_come_in_order_and_sets_in_one_order(sandbox: Sandbox) -> None:
     programs = [Program(source=f"def f(): return {n}", tests=f"assert f() == {n % 3}", entry="f") for n in range(12)]
     assert [o.verdict for o in sandbox.run(programs)] == [("passed" if n < 3 else "wrong") for n in range(12)]
