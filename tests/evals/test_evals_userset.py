@@ -1,6 +1,7 @@
 """Sets of one's own: a TOML beside a file becomes items; templates compute nothing; mistakes are named by line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.evals import template
+from kvlab.evals.grading import GRADERS
 from kvlab.evals.loaders import find_spec, load, load_set
 from kvlab.evals.userset import parse_spec
 
@@ -159,6 +161,20 @@ def test_running_text_of_ones_own(tmp_path: Path) -> None:
     text = 'name = "joined"\nfamily = "math"\n[source]\nfile = "rows.jsonl"\n[text]\ncontext = 60\nfollow = 20\n'
     assert len(load(find_spec(written(tmp_path, text + 'join = ""\n', rows))).entries) == 7
     assert load(find_spec(written(tmp_path, text, rows))).entries == ()
+
+
+def test_the_example_of_the_readme_is_a_set(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (body,) = [block for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL) if "[template]" in block]
+    (tmp_path / "capitals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.toml").write_text(body)
+    (item,) = load_set(str(tmp_path / "mine.toml"), split="confirm", n=1).items
+    n = item.id.rsplit("/", 1)[1]
+    assert item.context == f"The capital of Land {n} is Town {n}.\n"
+    assert item.question + item.answers[0] == f"The capital of Land {n} is Town {n}"
+    metrics = re.search(r"# ([a-z, ]+), or execute with a \[check\]", body)
+    assert metrics
+    assert metrics[1].split(", ") == list(GRADERS)
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
