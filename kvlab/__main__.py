@@ -45,6 +45,12 @@ def _study(rest: Sequence[str]) -> int:
     return main(rest)
 
 
+def _sandbox(rest: Sequence[str]) -> int:
+    from kvlab.sandbox.__main__ import main
+
+    return main(rest)
+
+
 def _ls(rest: Sequence[str]) -> int:
     import argparse
 
@@ -78,6 +84,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "bench": (_bench, "check and time the engine: identity, bytes, decode, kernels"),
     "worker": (_worker, "help with a search that other processes work on"),
     "study": (_study, "look after what many workers share: ls, status, repair, serve"),
+    "sandbox": (_sandbox, "check that generated code can be run safely here"),
     "ls": (_ls, "list runs with their state and verdict"),
 }
 
