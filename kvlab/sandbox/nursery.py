@@ -26,7 +26,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with open("/proc/self/oom_score_adj", "w") as first_to_go:
         first_to_go.write("1000")
-    sys.path.pop(0)  # where kvlab lies; a program must not see it
+    sys.path.remove(sys.argv[1])  # where kvlab lies; a program must not see it
     folders, machine = root.libraries(), os.uname().machine
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     while _ready(caller.fileno(), owner):

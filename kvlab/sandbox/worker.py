@@ -21,7 +21,7 @@ from kvlab.sandbox.program import VERDICTS, Limits, Outcome, Program
 from kvlab.sandbox.refused import SandboxUnavailable, refused
 from kvlab.sandbox.wire import Encoder
 
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from kvlab.sandbox.nursery import main; main()"
+_START = "import sys; sys.path.append(sys.argv[1]); from kvlab.sandbox.nursery import main; main()"
 _HOME = str(Path(__file__).resolve().parents[2])
 # The one thing a program's interpreter is told: the same order of sets in every run.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "HOME": "/tmp", "TMPDIR": "/tmp"}
