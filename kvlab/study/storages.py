@@ -5,6 +5,7 @@ trial, one end of a trial. What cannot give that to several processes is refused
 """
 
 import difflib
+import importlib.util
 import re
 import time
 from collections.abc import Callable
@@ -22,9 +23,7 @@ from kvlab.study.journal import JournalFile
 T = TypeVar("T")
 KINDS = ("journal", "postgresql", "grpc")
 PATIENCE_S = 120.0
-_SERVER_ERRORS = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
-# Sixteen processes that make the same tables at once: one does, the others are told that they exist.
-_RACE_ERRORS = (sqlalchemy.exc.ProgrammingError, sqlalchemy.exc.IntegrityError)
+_PROXY_THREADS = 10  # of Optuna's server
 
 
 class StorageError(ValueError):
@@ -38,7 +37,7 @@ class Storage:
     url: str  # without its password
     direct: BaseStorage
     cached: BaseStorage
-    outages: tuple[type[Exception], ...] = ()
+    outages: Callable[[BaseException | None], bool] = lambda error: False
     patience_s: float = PATIENCE_S
 
     def ask(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
@@ -60,7 +59,7 @@ class Storage:
 
     def away(self, error: Exception) -> bool:
         """Whether an error says that the server cannot be reached, rather than that the request is wrong."""
-        return isinstance(error, self.outages) or isinstance(error.__cause__, self.outages)
+        return self.outages(error) or self.outages(error.__cause__)
 
 
 def open_storage(url: str, *, patience_s: float = PATIENCE_S) -> Storage:
@@ -80,7 +79,7 @@ def served(url: str) -> Storage:
             f"a gRPC proxy cannot stand before {hidden(url)}: over a {scheme} storage it hands one trial to several "
             "workers. Serve postgresql://USER@HOST/DATABASE, or let the workers use this storage directly"
         )
-    return open_storage(url)
+    return _postgresql(url.partition(":")[2], PATIENCE_S, connections=_PROXY_THREADS)
 
 
 def hidden(url: str) -> str:
@@ -130,36 +129,50 @@ def _journal(url: str, rest: str, patience_s: float) -> Storage:
     return Storage(f"journal:{path}", storage, storage, patience_s=patience_s)
 
 
-def _postgresql(rest: str, patience_s: float) -> Storage:
-    # One connection for each process. A second one, closed again at once, while Optuna looks at its tables for the
+def _postgresql(rest: str, patience_s: float, connections: int = 1) -> Storage:
+    # A worker has one connection. A second one, closed again at once, while Optuna looks at its tables for the
     # first time and where a lease is renewed in the middle of other work. A connection that a restart of the server
     # broke shows itself in the next request, which is then asked again: no need to try it before each one.
-    options = {"pool_size": 1, "max_overflow": 1}
+    options = {"pool_size": connections, "max_overflow": 1}
 
     def connect() -> RDBStorage:
         return RDBStorage(f"postgresql+psycopg:{rest}", engine_kwargs=options)
 
     shown = hidden(f"postgresql:{rest}")
-    opening = Storage(shown, None, None, (*_SERVER_ERRORS, *_RACE_ERRORS), patience_s)  # type: ignore[arg-type]
+    opening = Storage(shown, None, None, _while_opening, patience_s)  # type: ignore[arg-type]
     try:
         direct = opening.ask(connect)
     except ImportError:
         raise StorageError(f"--storage {shown}: psycopg is missing: pip install 'kvlab[postgres]'") from None
     except sqlalchemy.exc.ArgumentError as error:
         raise StorageError(f"--storage {shown} is no address ({error}): postgresql://USER@HOST/DATABASE") from None
-    return Storage(shown, direct, get_storage(direct), _SERVER_ERRORS, patience_s)
+    return Storage(shown, direct, get_storage(direct), server_away, patience_s)
 
 
 def _grpc(url: str, rest: str, patience_s: float) -> Storage:
     match = re.fullmatch(r"//([^:/@]+):(\d+)/?", rest)
     if match is None:
         raise StorageError(f"--storage {url!r} is no address of a gRPC proxy. Write grpc://HOST:PORT")
-    try:
-        import grpc
-    except ImportError:
-        raise StorageError(f"--storage {url}: grpcio is missing: pip install 'kvlab[grpc]'") from None
+    if importlib.util.find_spec("grpc") is None:
+        raise StorageError(f"--storage {url}: grpcio is missing: pip install 'kvlab[grpc]'")
     proxy = optuna.storages.GrpcStorageProxy(host=match[1], port=int(match[2]))
-    return Storage(url, proxy, proxy, (grpc.RpcError,), patience_s)
+    return Storage(url, proxy, proxy, _unavailable, patience_s)
+
+
+def server_away(error: BaseException | None) -> bool:
+    """Whether a database's server was not there, or went away."""
+    return isinstance(error, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError))
+
+
+def _while_opening(error: BaseException | None) -> bool:
+    # Sixteen processes that make the same tables at once: one does, the others are told that they exist.
+    return server_away(error) or isinstance(error, (sqlalchemy.exc.ProgrammingError, sqlalchemy.exc.IntegrityError))
+
+
+def _unavailable(error: BaseException | None) -> bool:
+    import grpc
+
+    return isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def _reason(error: Exception) -> str:
