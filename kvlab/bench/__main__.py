@@ -1,4 +1,4 @@
-"""`python -m kvlab.bench identity|bytes|decode|kernels|workers [--json]`: one JSON document or a table on stdout,
+"""`python -m kvlab.bench identity|bytes|decode|kernels|stats|workers [--json]`: one JSON document or a table on stdout,
 progress on stderr.
 
 Exit codes: 0 when everything holds, 1 when something does not, 2 for bad usage or a model that cannot be used.
@@ -16,7 +16,9 @@ from typing import Any
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvlab.bench", description="Checks of the engine, as figures.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{identity,bytes,decode,kernels,workers}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{identity,bytes,decode,kernels,stats,workers}"
+    )
     identity = commands.add_parser("identity", help="a raw, unlimited cache equals the model's own")
     identity.add_argument("--model", default="smollm2-135m", help="alias, hub id, folder or .gguf file")
     identity.add_argument("--tokens", type=_positive, default=64, help="greedy tokens per row")
@@ -28,7 +30,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_decode(decode)
     workers = commands.add_parser("workers", help="what many workers ask of a storage, by a simulated study")
     _add_workers(workers)
-    for command in (identity, held, decode, kernels, workers):
+    rates = commands.add_parser("stats", help="how often the verdict's rules are wrong, by simulation; needs no model")
+    rates.add_argument("--studies", type=_positive, default=200, help="simulated searches of each kind (200)")
+    rates.add_argument("--seed", type=_natural, default=0, help="of every simulation (0)")
+    for command in (identity, held, decode, kernels, workers, rates):
         command.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     return parser
 
@@ -115,6 +120,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one bench; returns the exit code."""
     options = _parser().parse_args(arguments)
@@ -124,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _decode(options)
     if options.command == "workers":
         return _workers(options)
+    if options.command == "stats":
+        return _stats(options)
     # Here, so that --help needs neither torch nor transformers.
     import torch
 
@@ -220,6 +234,15 @@ def _workers(options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(document, indent=1, allow_nan=False) if options.json else scaling.table(document), flush=True)
+    return 0 if document["ok"] else 1
+
+
+def _stats(options: argparse.Namespace) -> int:
+    from kvlab.bench import stats
+
+    document = stats.run(_say, options.studies, options.seed)
+    table = stats.table(document)
+    print(json.dumps(document, indent=1, allow_nan=False) if options.json else table, flush=True)
     return 0 if document["ok"] else 1
 
 
