@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvlab.evals.draft import Draft, estimate_tokens, seeded
 from kvlab.evals.item import Item
-from kvlab.evals.ruler import lists, needles, scores
+from kvlab.evals.ruler import lists, needles, scores, words
 from kvlab.evals.ruler.fit import TOLERANCE, Drawn, counter, depth_of, fitted, placed, spread
 from kvlab.evals.suite import load_suite
 from kvlab.evals.tasks import RULER, TASKS, build
@@ -48,8 +48,9 @@ def tokenizer():
 # -- what is asked for stands where it should, and nowhere else ------------------------------------------------------
 
 
-@settings(max_examples=30)
-@given(ANY, st.integers(600, 3000), INDEX)
+@EACH
+@settings(max_examples=8)
+@given(length=st.integers(600, 3000), index=INDEX)
 def test_the_answer_is_in_the_context_as_often_as_it_should_be(name, length, index):
     draft = make(name, length, index)
     golds = draft.references or (draft.answers[0].strip(),)
@@ -262,6 +263,29 @@ def test_a_length_that_cannot_hold_the_task_names_the_least_that_can(name):
             TASKS[name].make(seeded(name, index), least - 1, index=index)
 
 
+@EACH
+def test_the_shortest_is_still_the_task(name):
+    with pytest.raises(ValueError, match="least length is") as refused:
+        make(name, 40)
+    least = int(re.findall(r"least length is (\d+)", str(refused.value))[0])
+    rng = seeded(name, 40, 0, 0)  # the stream that gave this length
+    draft = TASKS[name].make(rng, least)
+    if name in ("ruler_multikey_needles", "ruler_multikey_uuid"):
+        assert draft.context.count("The secret") == 4, "three that nobody asks for"
+    elif name == "ruler_multikey_text":
+        assert draft.context.count("The secret") == 4
+    elif name.startswith("ruler_qa"):
+        assert len(draft.context.splitlines()) == 1 + (2 if name == "ruler_qa_hops" else 1) + 2
+    elif name == "ruler_common_words":
+        counts = Counter(re.findall(r"\d+\. ([\w-]+)", draft.context.splitlines()[-1]))
+        assert sorted(counts.values()) == [1, 1, 1, 1, 4, 4, 4, 4]
+    elif name == "ruler_frequent_words":
+        ranked = Counter(draft.context.splitlines()[1].split()).most_common()
+        assert ranked[1][1] > ranked[2][1] > ranked[3][1] > ranked[4][1] >= 1
+    else:
+        assert len(draft.context) > 150
+
+
 @pytest.mark.parametrize("name", ["ruler_single_text", "ruler_multikey_needles", *RULER[8:]])
 def test_counting_grows_with_the_length_only_linearly(name):
     """Letters counted, in multiples of the text; what 131,072 tokens take is some ten counts of the text at most."""
@@ -280,6 +304,41 @@ def test_counting_grows_with_the_length_only_linearly(name):
         assert 0 <= length - used <= TOLERANCE
         shares.append(read / len(draft.context))
     assert max(shares) < 12
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_combination_comes_once():
+    assert sorted(words.combined(seeded(0), "ab", "xyz", between="-")) == ["a-x", "a-y", "a-z", "b-x", "b-y", "b-z"]
+    assert list(words.combined(seeded(0), "abcdef")) != list(words.combined(seeded(1), "abcdef"))
+
+
+@pytest.mark.parametrize(
+    ("stream", "n", "shape"),
+    [
+        (words.numbers(seeded(0), 1, 9), 9, r"\d"),
+        (words.variables(seeded(0), 1), 26, "[A-Z]"),
+        (words.coded(seeded(0), 1), 75, "[a-z]{2}"),
+        (words.codes(seeded(0)), 50, r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
+        (words.keys(seeded(0)), 12_000, "[a-z]+(-[a-z]+){1,2}"),
+        (words.towns(seeded(0)), 12_000, "[A-Z][a-z]+"),
+        (words.people(seeded(0)), 6_000, r"[A-Z][a-z]+( [A-Z]\.)? [A-Z][a-z]+"),
+    ],
+)
+def test_streams_repeat_nothing(stream, n, shape):
+    """All there are of the small ones; more than the first kind has of the others."""
+    drawn = [next(stream) for _ in range(n)]
+    assert len(set(drawn)) == n
+    assert all(re.fullmatch(shape, one) for one in drawn)
+
+
+@pytest.mark.parametrize(("need", "hyphens"), [(1, 0), (200, 0), (201, 1), (10_000, 1), (10_001, 2)])
+def test_plain_words_are_of_one_kind_that_is_enough(need, hyphens):
+    stream = words.plain(seeded(0), need)
+    drawn = [next(stream) for _ in range(need)]
+    assert len(set(drawn)) == need
+    assert {word.count("-") for word in drawn} == {hyphens}
 
 
 # -- the parts of a fit ----------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def plain(rng: random.Random, need: int) -> Iterator[str]:
 def towns(rng: random.Random) -> Iterator[str]:
     """Different names of towns that do not exist."""
     yield from combined(rng, *_TOWN)
-    yield from combined(rng, _TOWN[0], _TOWN[1], _TOWN[1][1:], _TOWN[2])
+    yield from combined(rng, _TOWN[0], _TOWN[1][1:], _TOWN[1][1:], _TOWN[2])
 
 
 def people(rng: random.Random) -> Iterator[str]:
