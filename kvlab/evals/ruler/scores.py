@@ -13,10 +13,11 @@ from kvlab.evals import metrics
 from kvlab.evals.item import Item, unknown
 
 RULES = ("all", "any")
-_SPACES = re.compile(r"\s+")
 _SEPARATORS = re.compile(r"[,;/\n]| and ")
 _MARK = re.compile(r"^\W*\d+[.)]\s+")
-_WORDS_EACH, _WORDS_MORE = 4, 16
+# A point after one or two figures at the start of a word numbers a list.
+_END = re.compile(r"(?<!\b\d)(?<!\b\d\d)[.!?][\"')]*(?=\s|$)|\n")
+_WORDS_EACH, _WORDS_MORE = 2, 14
 
 
 def compatible(prediction: str, references: Sequence[str], how: str = "all") -> float:
@@ -30,27 +31,37 @@ def strict(prediction: str, references: Sequence[str], how: str = "all") -> floa
     """1.0 where every reference (`all`, in any order) or one of them (`any`) is named, and nothing in its stead.
 
     Letter case is ignored; a reference must stand as whole words, hyphens and figures included: 12 is neither in 312
-    nor in 12.5. A text that lists more than it was asked for says nothing: it scores 0 if it names another string
-    of the same shape (a seven-digit number beside a seven-digit reference, five capitals beside five capitals, a pair
-    of hyphened words beside a pair), if between commas there stands a name of as many words as a named reference, or
-    in a list of several any other word alone, or if it has more than 4 words for each word of the references and 16.
+    nor in 12.5. The answer is over with the sentence that completes it, and up to there a text that lists more than it
+    was asked for says nothing. It scores 0 if it names another string of the same shape (a seven-digit number beside a
+    seven-digit reference, five capitals beside five capitals, a pair of hyphened words beside a pair), if between
+    commas there stands a name of as many words as a named reference, or in a list of several any other word alone, or
+    if it has more than 2 words for each word of the references and 14.
     """
     _check(references, how)
-    text = _squeeze(prediction)
-    named = [reference for reference in references if stands_in(reference, text)]
-    if not named or (how == "all" and len(named) < len(references)):
+    places = {one: hit.end() for one in references if (hit := _find(one, prediction))}
+    if not places or (how == "all" and len(places) < len(references)):
         return 0.0
+    complete = max(places.values()) if how == "all" else min(places.values())
+    end = _END.search(prediction, complete)
+    text = prediction[: end.start()] if end else prediction
     known = {_squeeze(reference).lower() for reference in references}
-    rivals = [hit for shape in _shapes(named) for hit in re.findall(shape, text) if hit.lower() not in known]
-    return float(not rivals and not _lists_more(text, prediction, named, references, how))
+    rivals = [hit for shape in _shapes(list(places)) for hit in re.findall(shape, text) if hit.lower() not in known]
+    return float(not rivals and not _lists_more(text, list(places), references, how))
 
 
 def stands_in(reference: str, text: str) -> bool:
-    """Whether `reference` is in `text` as whole words; a figure goes on over a point, a comma and a hyphen."""
-    word = re.escape(_squeeze(reference))
-    return bool(word) and bool(
-        re.search(rf"(?<![\w-])(?<!\d[.,]){word}(?![\w-])(?![.,]\d)", _squeeze(text), re.IGNORECASE)
-    )
+    """Whether `reference` is in `text` as whole words; a hyphen goes on with a word, point and comma with a figure."""
+    return _find(reference, text) is not None
+
+
+def _find(reference: str, text: str) -> re.Match[str] | None:
+    return re.search(_whole(r"\s+".join(map(re.escape, reference.split())), reference), text, re.IGNORECASE)
+
+
+def _whole(pattern: str, reference: str) -> str:
+    """`pattern` not as a part of a longer word or figure. A comma joins figures where three of them follow."""
+    before = r"(?<!\d,)" if re.match(r"\s*\d{3}(?!\d)", reference) else ""
+    return rf"(?<![\w-])(?<!\d\.){before}{pattern}(?![\w-])(?!\.\d)(?!,\d{{3}}(?!\d))"
 
 
 def _check(references: Sequence[str], how: str) -> None:
@@ -61,13 +72,12 @@ def _check(references: Sequence[str], how: str) -> None:
 
 
 def _squeeze(text: str) -> str:
-    return _SPACES.sub(" ", text).strip()
+    return " ".join(text.split())
 
 
 def _shapes(references: Sequence[str]) -> set[str]:
     """Patterns of those references that were made to be told apart: with figures, all capitals, or hyphened."""
-    shapes = {shape for one in references if (shape := _shape(_squeeze(one)))}
-    return {rf"(?<![\w-])(?<!\d[.,]){shape}(?![\w-])(?![.,]\d)" for shape in shapes}
+    return {_whole(shape, one) for one in references if (shape := _shape(_squeeze(one)))}
 
 
 def _shape(reference: str) -> str | None:
@@ -84,14 +94,14 @@ def _shape(reference: str) -> str | None:
     return None
 
 
-def _lists_more(text: str, prediction: str, named: Sequence[str], references: Sequence[str], how: str) -> bool:
+def _lists_more(text: str, named: Sequence[str], references: Sequence[str], how: str) -> bool:
     """Whether an entry of the list stands for another answer, or the text is far longer than any list of them."""
     allowed = _WORDS_EACH * sum(len(reference.split()) for reference in references) + _WORDS_MORE
     if len(text.split()) > allowed:
         return True
     words = {word.lower() for reference in references for word in re.findall(r"[\w-]+", reference)}
     names = {len(one.split()) for one in named if all(word[0].isupper() for word in one.split())}
-    for entry in _SEPARATORS.split(prediction):
+    for entry in _SEPARATORS.split(text):
         found = re.findall(r"[\w-]+", _MARK.sub("", entry))
         new = [word for word in found if word.lower() not in words and not word[0].isdigit()]
         if len(found) == len(new) == 1 and how == "all" and len(references) > 1:
@@ -110,7 +120,10 @@ class Both:
 
 
 def both(item: Item, text: str) -> Both:
-    """Both scores of a generated text: all of `item.references`, or where there are none any of `item.answers`."""
+    """Both scores of a generated text, as it was cut at the item's stop strings.
+
+    All of `item.references` are wanted, or where there are none any of `item.answers`.
+    """
     references, how = (item.references, "all") if item.references else (item.answers, "any")
     return Both(strict(text, references, how), compatible(text, references, how))
 
