@@ -4,12 +4,15 @@ A search is steered by likelihoods, which say more with few items. What is claim
 it writes: with this in front of a subject, items of the confirmation are decoded, read and graded.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from kvlab.config import KVConfig
 from kvlab.evals.execution import Runner, gradable
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
+from kvlab.evals.summary import by_task, extraction_note
+from kvlab.sandbox.running import Sandbox
 from kvlab.subject import Counters, LocalSubject
 
 JUDGED = ("confirm", "replicate")
@@ -43,3 +46,28 @@ class Answering:
             yield from self.subject.score(forced, configs, persist=persist)
         for config in configs if decoded else ():
             yield from self.subject.generate(decoded, config, runner=self.runner)
+
+
+@contextlib.contextmanager
+def scoring(
+    subject: LocalSubject, *, generate: bool, allow_code_exec: bool = False
+) -> Iterator["LocalSubject | Answering"]:
+    """What gives rows: the teacher-forced pass, or decoded answers, their code in a sandbox where that is allowed.
+
+    Raises SandboxUnavailable where code may run and the machine lacks what isolation needs.
+    """
+    if not generate:
+        yield subject
+    elif not allow_code_exec:
+        yield Answering(subject)
+    else:
+        with Sandbox() as sandbox:
+            yield Answering(subject, sandbox.run)
+
+
+def notes(items: Sequence[Item], arms: Sequence[tuple[str, Sequence[ItemScore]]], allow_code_exec: bool) -> list[str]:
+    """What a reader must know of how answers were scored; `arms` are label and rows, the uncompressed cache first."""
+    failed = extraction_note((label, by_task(rows)) for label, rows in arms)
+    code = sorted({item.task for item in items if item.metric == "execute"})
+    forced = f"{', '.join(code)}: nothing was run; scored by the likelihood of the canonical solutions, token by token"
+    return [*([] if failed is None else [failed]), *([forced] if code and not allow_code_exec else [])]

@@ -8,7 +8,7 @@ import torch
 from tiny_folder import save_tiny
 
 from kvlab import models
-from kvlab.answering import Answering
+from kvlab.answering import Answering, notes, scoring
 from kvlab.book import ScoreBook, StopFlag
 from kvlab.codecs import Affine
 from kvlab.config import KVConfig
@@ -107,6 +107,45 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_decoded(subjec
     with pytest.raises(ValueError, match="group"):
         list(Answering(subject).score([KINDS["plain"]], [BASELINE, wrong]))
     assert subject.counters.item_scores == before
+
+
+def test_what_gives_the_rows_is_what_was_allowed(subject, monkeypatch) -> None:
+    opened = []
+
+    class Box:
+        def __enter__(self):
+            opened.append(self)
+            return self
+
+        def __exit__(self, *_):
+            opened.clear()
+
+        def run(self, programs):
+            return [SimpleNamespace(verdict="passed", detail="") for _ in programs]
+
+    monkeypatch.setattr("kvlab.answering.Sandbox", Box)
+    with scoring(subject, generate=False) as found:
+        assert found is subject
+    with scoring(subject, generate=True) as found:
+        assert isinstance(found, Answering)
+        assert not found.decodes(KINDS["code"])
+    with scoring(subject, generate=True, allow_code_exec=True) as found:
+        assert isinstance(found, Answering)
+        assert found.decodes(KINDS["code"])
+        assert len(opened) == 1
+    assert opened == []
+
+
+def test_readers_are_told_of_failed_extractions_and_of_code_that_did_not_run(subject) -> None:
+    items = [KINDS["plain"], dataclasses.replace(KINDS["code"], id="writing/confirm/0/3", task="writing")]
+    full, bare = (list(Answering(subject).score(items, [c])) for c in (BASELINE, INT4))
+    failed = [sum(r.extracted is False for r in rows) for rows in (full, bare)]
+    assert notes(items, [("uncompressed", full), ("int4", bare)], False) == [
+        f"no answer could be read in: uncompressed {failed[0]} of 1; int4 {failed[1]} of 1",
+        "writing: nothing was run; scored by the likelihood of the canonical solutions, token by token",
+    ]
+    forced = list(subject.score(items[:1], [BASELINE]))
+    assert notes(items[:1], [("uncompressed", forced)], False) == []
 
 
 def test_decoded_answers_are_judged_saved_and_read_back(subject, tmp_path) -> None:

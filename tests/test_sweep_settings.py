@@ -42,6 +42,9 @@ CELL = "\n".join(f"{name} = {value!r}  # help" for name, value in SweepConfig().
         ("formats", "int8", ("int8",)),
         ("families", " math , code ", ("math", "code")),
         ("out", "", ""),
+        ("sets", "default, several", ("default", "several")),
+        ("sets", "ruler@512,default", ("ruler@512", "default")),
+        ("generate", "true", True),
     ],
 )
 def test_a_value_becomes_the_type_of_its_field(name, given, right):
@@ -165,3 +168,18 @@ def test_notebook_and_runs_are_the_same_from_anywhere(tmp_path, monkeypatch):
 def test_an_unknown_sweep_names_the_nearest():
     with pytest.raises(ValueError, match="nearest is 'fp8'"):
         notebook_of("fp9")
+
+
+def test_sets_and_families_have_to_fit():
+    math = {"sets": "gsm8k", "families": "math"}
+    config = SweepConfig.from_params(math | {"generate": True, "allow_code_exec": True})
+    assert (config.sets, config.answers()) == (("gsm8k",), {"generate": True, "allow_code_exec": True})
+    assert config_hash(config.to_dict()) != config_hash(SweepConfig.from_params(math).to_dict())
+    for params, words in (
+        ({"sets": "gsm8k"}, "no items of family retrieval, code: pass families math"),
+        ({"sets": "gsm8"}, "sets: unknown set 'gsm8'; did you mean 'gsm8k'"),
+        ({"sets": ""}, "sets: name at least one set"),
+        ({"allow_code_exec": True}, "pass generate True too"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            SweepConfig.from_params(params)

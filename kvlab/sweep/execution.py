@@ -30,7 +30,7 @@ from kvlab.sweep.result import MIME, SweepRun
 # Errors of a cell that mean a request which cannot be carried out, not a run that broke.
 _USAGE = {
     "ModelError", "NoSpaceError", "NotCausalLMError", "NotFetchedError", "UnknownModelError", "UnsupportedModelError",
-    "UsageError", "WrongHashError",
+    "SandboxUnavailable", "UsageError", "WrongHashError",
 }  # fmt: skip
 _STOPPED = {"Interrupted", "KeyboardInterrupt"}
 

@@ -3,7 +3,6 @@
 An unfinished run of the same config is gone on with; no item is scored twice.
 """
 
-import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +11,15 @@ from typing import Any
 
 import torch
 
-from kvlab import confirm
-from kvlab.answering import Answering
-from kvlab.book import Interrupted, ScoreBook, Scoring, StopFlag
+from kvlab import answering, confirm
+from kvlab.answering import scoring
+from kvlab.book import Interrupted, ScoreBook, StopFlag
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet
-from kvlab.evals.summary import by_task, extraction_note
+from kvlab.evals.summary import by_task
 from kvlab.progress import Progress
 from kvlab.report.files import write
 from kvlab.runs import Run, config_hash, find
-from kvlab.sandbox.refused import SandboxUnavailable
-from kvlab.sandbox.running import Sandbox
 from kvlab.search import document
 from kvlab.search.document import Describer
 from kvlab.search.engine import Session, open_session, versions
@@ -154,10 +151,10 @@ def _planned_rows(plan: Plan) -> int:
 
 
 def _execute(plan: Plan, run: Run, progress: Progress) -> None:
-    with run.lock(), StopFlag() as stop, contextlib.ExitStack() as stack:
+    with run.lock(), StopFlag() as stop, scoring(plan.subject, **plan.config.answers()) as scores:
         begun, earlier = time.monotonic(), float(run.status.get("wall_s", 0.0))
         run.set_status("running", threads=_settle_threads(plan, run.status.get("threads")))
-        book = ScoreBook(run, _scoring(plan, stack), stop, progress)
+        book = ScoreBook(run, scores, stop, progress)
         progress.add(len(book.rows))
         state, noted = "failed", {}
         try:
@@ -176,18 +173,6 @@ def _execute(plan: Plan, run: Run, progress: Progress) -> None:
             wall = round(earlier + time.monotonic() - begun, 2)
             run.set_status(state, wall_s=wall, prefills=book.prefills, **noted)
             progress.close()
-
-
-def _scoring(plan: Plan, stack: contextlib.ExitStack) -> Scoring:
-    """What gives rows: the teacher-forced pass, or answers that are decoded; code runs in a sandbox, where allowed."""
-    if not plan.config.generate:
-        return plan.subject
-    if not plan.config.allow_code_exec:
-        return Answering(plan.subject)
-    try:
-        return Answering(plan.subject, stack.enter_context(Sandbox()).run)
-    except SandboxUnavailable as error:
-        raise UsageError(f"allow_code_exec: {error}") from None
 
 
 def _settle_threads(plan: Plan, before: int | None) -> int:
@@ -272,16 +257,9 @@ def _notes(plan: Plan, book: ScoreBook, rows: list[dict[str, Any]], raw: int) ->
         notes.insert(0, f"accuracy holds, but not within the budget: {', '.join(over)}")
     if plan.config.query_aware:
         notes.append("the question stood before compression: scores are kinder to every format than in a conversation")
-    notes += _about_answers(plan, book, rows)
+    items, judged = plan.items.items, [r["format"] for r in rows]
+    arms = [("uncompressed", BASELINE), *((name, arm) for name, arm in plan.arms.items() if name in judged)]
+    found = [(name, [book.get(confirm.ROLE, arm, item) for item in items]) for name, arm in arms]
+    notes += answering.notes(items, found, plan.config.allow_code_exec)
     failed = [f"{n}: {book.failures[a.id]}" for n, a in plan.arms.items() if a.id in book.failures]
     return notes + [f"not judged, {reason}" for reason in failed]
-
-
-def _about_answers(plan: Plan, book: ScoreBook, rows: list[dict[str, Any]]) -> list[str]:
-    """How often no answer could be read, for every arm; and what was not generated after all."""
-    arms = [("uncompressed", _tasks(plan, book, BASELINE)), *((row["format"], row["tasks"]) for row in rows)]
-    note = extraction_note(arms)
-    code = sorted({i.task for i in plan.items.items if i.metric == "execute"})
-    forced = f"{', '.join(code)}: nothing was run; scored by the likelihood of the canonical solutions, token by token"
-    notes = [note] if note is not None else []
-    return [*notes, forced] if code and not plan.config.allow_code_exec else notes

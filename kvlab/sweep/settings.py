@@ -73,6 +73,10 @@ class SweepConfig:
     def budget_bytes(self) -> int:
         return round(self.budget_gb * 1e9)
 
+    def answers(self) -> dict[str, bool]:
+        """How answers are scored, as `kvlab.answering.scoring` takes it."""
+        return {"generate": self.generate, "allow_code_exec": self.allow_code_exec}
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The parameters, in order."""
