@@ -100,7 +100,7 @@ def _work(args: argparse.Namespace) -> int:
 
     with StopFlag() as stop:
         storage = open_storage(args.storage)
-        board, plan = _joined(args, storage)
+        board = _joined(args, storage)
         spec = board.spec()
         kind = spec.get("objective")
         if kind not in OBJECTIVES:
@@ -112,36 +112,31 @@ def _work(args: argparse.Namespace) -> int:
                 print(f"{board.me}: {line}", file=sys.stderr, flush=True)
 
         say(f"joined {board.name}")
-        tally = work(board, objective, stop=stop, idle_s=60 * args.idle, plan=plan, say=say)
+        tally = work(board, objective, stop=stop, idle_s=60 * args.idle, say=say)
     done = {"study": board.name, "worker": board.me, "units": tally.units, "reaped": tally.reaped, "why": tally.why}
     print(json.dumps(done), flush=True)
     return 130 if tally.why == "stopped" else 0
 
 
-def _joined(args: argparse.Namespace, storage: "Storage") -> "tuple[Board, Callable[[], None] | None]":
-    """The board; and how to post its units, where this process may have to."""
+def _joined(args: argparse.Namespace, storage: "Storage") -> "Board":
+    """The study's board; of a simulated one that does not exist, made and filled here."""
     from kvlab.study import board as boards
     from kvlab.study import simulated
 
     if not args.simulate:
-        return boards.Board(storage, boards.find(storage, args.study), lease_s=args.lease), None
+        return boards.Board(storage, boards.find(storage, args.study), lease_s=args.lease)
     settings = simulated.Settings(trials=args.trials, seconds=args.seconds, seed=args.seed)
     name = f"{args.study}-{simulated.space_hash()}"
     made = boards.create(storage, name, settings.to_dict())
     board = boards.Board(storage, name, lease_s=args.lease)
-    if (other := dict(board.spec())) != settings.to_dict():
-        different = [
-            f"{k}: {other.get(k)} there, {v} asked" for k, v in settings.to_dict().items() if other.get(k) != v
-        ]
+    other, asked = board.spec(), settings.to_dict()
+    different = [f"{k}: {other.get(k)} there, {v} asked" for k, v in asked.items() if other.get(k) != v]
+    if different:
         raise RefusedError(f"study {name!r} exists and differs ({'; '.join(different)}). Choose another --study")
-
-    def plan() -> None:
+    if made or not board.filled():
         board.post(simulated.plan(name, settings))
         board.seal()
-
-    if made:
-        plan()
-    return board, plan
+    return board
 
 
 def _simulated(board: "Board", spec: Mapping[str, Any], args: argparse.Namespace) -> "Objective":

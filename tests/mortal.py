@@ -1,9 +1,11 @@
 """A worker that kills itself at a chosen point: mid-trial with a piece done, or in the middle of a write.
 
 `python mortal.py JOB`, JOB being JSON: url, study, lease, log, die (null, "trial", "write" or "claim"), after.
+`python mortal.py many N WORDS...`: N processes that all start `kvlab.worker WORDS...` at the same instant.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 from optuna.storages import RDBStorage
 
+from kvlab import worker
 from kvlab.study.board import Board
 from kvlab.study.journal import JournalFile
 from kvlab.study.loop import work
@@ -93,5 +96,24 @@ def main() -> None:
     print(json.dumps([board.me, tally.units, tally.why]))
 
 
+def many(count: int, words: list[str]) -> int:
+    """Forked, so that starting Python does not spread them out; the largest exit code."""
+    context = multiprocessing.get_context("fork")
+    gate = context.Barrier(count)
+
+    def one() -> None:
+        gate.wait()
+        sys.exit(worker.main(words))
+
+    processes = [context.Process(target=one) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "many":
+        sys.exit(many(int(sys.argv[2]), sys.argv[3:]))
     main()

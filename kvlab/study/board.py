@@ -122,6 +122,17 @@ class Board:
                 self.fail(trial._trial_id, "duplicate", f"the same as trial {first[key]}")
         self._ask(self.storage.direct.set_study_user_attr, self.id, SEALED, True)
 
+    def filled(self) -> bool:
+        """Wait for the process that made the study to post everything and seal it; False where it must have died."""
+        count, since = -1, self._clock()
+        while not self.sealed:
+            if (now := len(self.trials())) != count:
+                count, since = now, self._clock()
+            if self._clock() - since >= self.lease_s:
+                return False
+            time.sleep(0.1)
+        return True
+
     @property
     def sealed(self) -> bool:
         return bool(self._attrs().get(SEALED))

@@ -36,13 +36,11 @@ def work(
     stop: Stop,
     idle_s: float = IDLE_S,
     limit_s: float = PIECE_LIMIT_S,
-    plan: Callable[[], None] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Tally:
     """Work until the study is over, a stop is asked for, or nothing has come for `idle_s`.
 
-    A unit under way when a stop is asked for goes back to the board, with the pieces it has. `plan` posts and seals
-    what the process that made the study left unposted when it died.
+    A unit under way when a stop is asked for goes back to the board, with the pieces it has.
     """
     tally, idle = Tally(), Idle()
     while True:
@@ -62,8 +60,6 @@ def work(
         elif board.over():
             tally.why = "over"
             return tally
-        elif plan is not None and idle.seconds > board.lease_s and not board.sealed:
-            plan()
         elif idle.seconds > idle_s:
             tally.why = "idle"
             return tally

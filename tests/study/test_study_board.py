@@ -326,16 +326,14 @@ def test_a_worker_does_not_leave_before_the_study_is_sealed(url, name) -> None:
     assert work(one, Steps(), stop=GOING, idle_s=0).units == 1
 
 
-def test_a_plan_that_its_maker_left_unfinished_is_finished_by_another(url, name) -> None:
-    one = at(url, name, "one", lease_s=0.2)
+def test_a_maker_that_died_while_posting_is_found_out(url, name) -> None:
+    one = at(url, name, "one", lease_s=0.3)
     one.post(works({"name": "x"}))
-
-    def plan() -> None:
-        one.post(works({"name": "x"}, {"name": "y"}))
-        one.seal()
-
-    tally = work(one, Steps(), stop=GOING, plan=plan)
-    assert (tally.units, tally.why) == (2, "over")
+    assert not one.filled()
+    one.post(works({"name": "x"}, {"name": "y"}))
+    one.seal()
+    assert one.filled()
+    assert work(one, Steps(), stop=GOING).units == 2
 
 
 def test_withdrawn_units_are_done_by_nobody(url, name) -> None:

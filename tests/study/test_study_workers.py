@@ -104,22 +104,24 @@ def _nothing_is_done_in_vain(log: Path) -> None:
     assert sum(times.values()) <= 83
 
 
-def test_sixteen_start_at_once_on_a_new_study_while_others_read(url, fresh, tmp_path) -> None:
+def test_sixteen_start_at_once_on_a_new_study_while_another_reads(url, fresh, tmp_path) -> None:
     name = fresh("many")
-    command = [sys.executable, "-m", "kvlab.worker", "--study", name, "--storage", url, "--simulate", "--quiet"]
-    command += ["--trials", "320", "--seconds", "0.005"]
-    workers = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        for _ in range(16)
-    ]
-    storage, full = open_storage(url), f"{name}-{simulated.space_hash()}"
-    until(lambda: any(s.study_name == full for s in storage.direct.get_all_studies()))
-    reader = Board(storage, full)
-    while any(p.poll() is None for p in workers):
-        assert summary(reader)["failed"] == []
-    outs = [p.communicate() for p in workers]
-    assert [p.returncode for p in workers] == [0] * 16, [err for _, err in outs if err]
-    assert sum(json.loads(out)["units"] for out, _ in outs) == 320
+    words = ["--study", name, "--storage", url, "--simulate", "--quiet", "--trials", "320", "--seconds", "0.005"]
+    command = [sys.executable, str(ROOT / "tests" / "mortal.py"), "many", "16", *words]
+    with (tmp_path / "said").open("w+") as said:
+        # A file: sixteen write to it while nobody reads.
+        workers = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)
+        storage, full = open_storage(url), f"{name}-{simulated.space_hash()}"
+        until(lambda: any(s.study_name == full for s in storage.direct.get_all_studies()))
+        reader = Board(storage, full)
+        while workers.poll() is None:
+            assert summary(reader)["failed"] == []
+            time.sleep(0.05)
+        said.seek(0)
+        lines = said.read().splitlines()
+    assert workers.returncode == 0, lines
+    assert sum(json.loads(line)["units"] for line in lines) == 320
+    assert len(lines) == 16
     trials = reader.trials()
     assert [t.number for t in trials] == list(range(320))
     assert {t.state for t in trials} == {TrialState.COMPLETE}
