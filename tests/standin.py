@@ -111,11 +111,12 @@ def book(root: Path, subject: Any, run: Run | None = None) -> ScoreBook:
 
 
 def damage(config: KVConfig) -> float:
-    """Extra nats that grow as bits and kept tokens shrink; no two schemes alike."""
+    """Extra nats that grow as bits and kept tokens shrink, the mean of two layers; no two schemes alike."""
     lost = 0.0
-    for weight, codec in ((1.0, config.key), (0.5, config.value)):
-        bits = getattr(codec, "bits", {"raw": 16, "fp8": 7.5}.get(codec.kind, 16))
-        lost += weight * 2.0 ** (1 - bits)
+    for layer in (config.at(0), config.at(1)):
+        for weight, codec in ((0.5, layer.key), (0.25, layer.value)):
+            bits = getattr(codec, "bits", {"raw": 16, "fp8": 7.5}.get(codec.kind, 16))
+            lost += weight * 2.0 ** (1 - bits)
     return lost + 0.4 * (1 - getattr(config.budget, "fraction", 1.0)) + 1e-3 * luck(config.id)
 
 
@@ -136,7 +137,7 @@ class StandInSession(StandIn):
     tokenizer = SimpleNamespace(encode=lambda text: list(range(64)))
 
     def __init__(self, shape: ModelShape, nll: Formula, score: Formula) -> None:
-        super().__init__(shape, nll, score)
+        super().__init__(shape, nll, score, kl=lambda config, item: damage(config))
         self.store = SnapshotStore("standin")
 
     def time(self, configs: Sequence[KVConfig], prompt: Sequence[int], steps: int, repeats: int) -> list[Timing]:
@@ -153,4 +154,5 @@ LOADED = SimpleNamespace(
     kv_heads=1,
     head_dim=64,
     trained_context=4096,
+    cache_root=None,
 )

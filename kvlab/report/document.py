@@ -47,7 +47,8 @@ def check(result: Any, name: str) -> dict:
 def from_rows(run: Run) -> dict:
     """Sum up item rows of a run without a result: per config and family n, mean, Wilson interval and, against the
     full cache where it was scored on the same items, the mean difference of NLL. No verdict: none was reached."""
-    records = run.rows().to_dict("records")
+    # Layers that were scored alone tell layers apart, and are no settings.
+    records = [r for r in run.rows().to_dict("records") if r.get("role") != "layers"]
     rows = {(r["config_id"], r["mode"], r["item_id"]): r for r in records}  # an item counts once, at its last score
     full = {(r["mode"], r["item_id"]): r["nll"] for r in rows.values() if not finite(r["kl"])}
     groups: dict[tuple, list[dict]] = {}
@@ -108,7 +109,8 @@ def headline(result: Mapping) -> tuple[str, str]:
     if chosen:
         names = ", ".join(families(result))
         gain = " and rises where marked" if chosen["verdict"] == "RISES" else ""
-        smallest = "The smallest that holds is " if result["schema"] == "kvlab.sweep/1" else ""
+        asked = result["schema"] == "kvlab.sweep/1" or result.get("goal") == "smallest"
+        smallest = "The smallest that holds is " if asked else ""
         what = f"{smallest}{chosen['label']} at {size(chosen['workload_bytes'])}"
         return chosen["verdict"], f"{what}: accuracy holds on {names}{gain}, margin {_margins(chosen)} points."
     entries = [*judged(result), *searched(result)]

@@ -86,7 +86,10 @@ def caption(result: Mapping) -> str:
         if 1 in ns:
             parts.append("One item gives no interval: none is drawn.")
     if doc.searched(result):
-        parts.append("Lower row: every config scored while searching, on search items, lower is better, no intervals.")
+        parts.append(
+            "Lower row: every config scored while searching, on search items, lower is better, no intervals; the line "
+            "joins the best of those that saw all items."
+        )
     if result.get("budget_bytes") is not None:
         parts.append(f"Grey crosses exceed the budget of {doc.size(result['budget_bytes'])}.")
     if result.get("seed") is not None:
@@ -170,15 +173,16 @@ def _confirmed(ax: Axes, result: Mapping, family: str, styles: Mapping, ink: Ink
 
 
 def _searched(ax: Axes, result: Mapping, family: str, styles: Mapping, ink: Ink) -> None:
-    """Search scores without intervals, and the front of what fits."""
+    """Search scores without intervals, and the front of what fits and has seen every item: few items flatter."""
     ax.axhline(0, color=ink.text, linewidth=1)
     inside = []
+    every = max((_seen(entry, family) for entry in doc.searched(result)), default=0)
     for entry in doc.searched(result):
         y = ((entry.get("search") or {}).get(family) or {}).get("dnll")
         if not (doc.finite(y) and _has_size(entry)):
             continue
         x, fits = entry["workload_bytes"] / GIB, doc.fits(result, entry)
-        inside += [(x, y)] if fits else []
+        inside += [(x, y)] if fits and _seen(entry, family) == every else []
         color, marker = styles.get(entry["config_id"], (ink.text, ".")) if fits else (ink.over, "X")
         faint = 1.0 if entry["config_id"] in styles else 0.55
         ax.plot(x, y, marker, color=color, alpha=faint, markersize=6, zorder=3, markeredgecolor="none")
@@ -187,6 +191,11 @@ def _searched(ax: Axes, result: Mapping, family: str, styles: Mapping, ink: Ink)
     ax.set_yscale("symlog", linthresh=0.1)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _seen(entry: Mapping, family: str) -> int:
+    """Items of a family that a searched config was scored on."""
+    return ((entry.get("search") or {}).get(family) or {}).get("n") or 0
 
 
 _AXES = {_confirmed: "score difference, points", _searched: "delta NLL, nats per answer token"}

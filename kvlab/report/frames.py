@@ -32,13 +32,19 @@ COLUMNS = {
     "n": ("n", lambda v: f"{v:.0f}"),
     "n_needed": ("n needed", lambda v: f"{v:,.0f}"),
     "dnll": ("delta NLL, nats/token", lambda v: f"{v:+.4f}"),
+    "front_dnll": ("mean delta NLL, nats/token", lambda v: f"{v:+.4f}"),
+    "spearman": ("rank correlation", lambda v: f"{v:.2f}"),
+    "pearson_log": ("correlation of logs", lambda v: f"{v:.2f}"),
+    "median_measured_over_predicted": ("measured / predicted, median", lambda v: f"{v:.2f}"),
     "failed": ("caught", lambda v: "yes" if v else "no"),
 }
 TITLES = {
     "before_after": "Before and after",
     "finalists": "Configs confirmed on fresh items",
     "families": "Accuracy against the baseline, per family",
+    "front": "Best search score of every size (optimistic, not a result)",
     "controls": "Controls",
+    "additivity": "Losses of layers added up, against what whole configs lost (KL)",
     "configs": "Configs scored while searching (optimistic, not a result)",
     "scored": "Scored so far",
 }
@@ -65,7 +71,9 @@ def tables(result: Mapping) -> dict[str, pd.DataFrame]:
             "before_after": before_after(result),
             "finalists": finalists(result),
             "families": family_rows(result),
+            "front": front(result),
             "controls": controls(result),
+            "additivity": additivity(result),
             "configs": configs(result),
         }
     return {name: frame for name, frame in made.items() if not frame.empty}
@@ -179,6 +187,30 @@ def controls(result: Mapping) -> pd.DataFrame:
     order = ("control", "family", "n", "flips", "diff_points", "low_points", "high_points", "reading")
     frame = pd.DataFrame(lines, columns=order)
     return frame.dropna(axis="columns", how="all") if len(frame) else frame
+
+
+def front(result: Mapping) -> pd.DataFrame:
+    """Searched configs that nothing beats in bytes and score, smallest first, where a search asked for all sizes."""
+    rows = (result.get("front") or []) if result.get("goal") in ("map", "smallest") else []
+    lines = [
+        {
+            "config": e["label"],
+            "workload_bytes": e["workload_bytes"],
+            "effective_bits": e.get("workload_effective_bits"),
+            "front_dnll": e["dnll"],
+            "n": sum(f["n"] for f in e["search"].values()),
+            "verdict": next((j["verdict"] for j in doc.judged(result) if j["config_id"] == e["config_id"]), None),
+        }
+        for e in rows
+    ]
+    return pd.DataFrame(lines)
+
+
+def additivity(result: Mapping) -> pd.DataFrame:
+    """How well sums over layers told the loss of whole configs; one line for each kind of items."""
+    found = (result.get("sensitivity") or {}).get("additivity") or {}
+    kinds = (("same_items", "those the layers were measured on"), ("other_items", "others"))
+    return pd.DataFrame([{"items": name, **found[key]} for key, name in kinds if found.get(key)])
 
 
 def configs(result: Mapping) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from kvlab.report import document as doc
 from kvlab.report.figures import alt, caption, png
 from kvlab.report.frames import TITLES, readable, tables, wordy
 
+_TABLES = ("scored", "families", "finalists", "front", "controls", "additivity")
 TONES = {"HOLDS": "good", "RISES": "good", "WORSE": "bad", "NOTHING FITS": "bad"}
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #59616b; --line: #d5d9de; --band: #f4f6f8;
@@ -56,7 +57,10 @@ def html(result: Mapping, figures: Mapping[str, Figure], provenance: Mapping) ->
         f"<p>{escape(doc.budget_line(result))}</p>" if result["schema"] != "kvlab.rows/1" else "",
         _section(shown, "before_after", chosen),
         *[_figure(name, figures, result, shown, chosen) for name in figures if not name.endswith("-dark")],
-        *[_section(shown, name, chosen) for name in ("scored", "families", "finalists", "controls")],
+        *[
+            _section(shown, name, chosen)
+            for name in ("scored", "families", "finalists", "front", "controls", "additivity")
+        ],
         _toml(chosen),
         _notes(result),
         _folded("Looks taken at the items", result["ledger"]) if result.get("ledger") else "",

@@ -12,7 +12,8 @@ from kvlab.report import document as doc
 from kvlab.report.frames import TITLES, readable, tables, wordy
 
 _TONES = {"HOLDS": "bold green", "RISES": "bold green", "WORSE": "bold red", "NOTHING FITS": "bold red"}
-_SHOWN = ("before_after", "finalists", "families", "controls", "scored")  # searched configs would drown the verdict
+# Searched configs would drown the verdict.
+_SHOWN = ("before_after", "finalists", "families", "front", "controls", "scored")
 
 
 def show(result: Mapping, stream: TextIO) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.evals import sets
 from kvlab.evals.sets import PUBLIC, SUITES
-from kvlab.search.settings import Request, UsageError, budget, names, writable
+from kvlab.search.settings import LAYERS, MODES, Request, UsageError, budget, names, writable
 
 if TYPE_CHECKING:
     from kvlab.runs import Run
@@ -17,6 +17,7 @@ EPILOG = """\
 examples:
   python -m kvlab.search --budget-gb 6
   python -m kvlab.search --budget-gb 6GiB --context 32768 --concurrency 16 --minutes 20 --json
+  python -m kvlab.search --budget-gb 24 --mode smallest
   python -m kvlab.search --resume auto
 
 exit codes: 0 judged; 1 failed; 2 bad request; 3 nothing fits the budget; 4 judged, but some trials failed;
@@ -32,6 +33,16 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("--budget-gb", metavar="SIZE", help="memory for K and V of the whole workload: 6 (GB), 6GiB, 800MB")
+    p.add_argument(
+        "--mode",
+        metavar="|".join(MODES),
+        help="the best score within the budget (default), the best of every size up to it, or the smallest that holds",
+    )
+    p.add_argument(
+        "--layers",
+        metavar="|".join(LAYERS),
+        help="auto (default): formats may differ by layer, as measured once for a model; uniform: they may not",
+    )
     model = p.add_argument_group("model and workload")
     model.add_argument("--model", help=f"alias, hub id, folder or .gguf file (default {DEFAULTS['model']})")
     model.add_argument("--context", type=int, help=f"tokens per conversation (default {DEFAULTS['context']})")
@@ -44,6 +55,10 @@ def parser() -> argparse.ArgumentParser:
     size.add_argument("--minutes", type=float, help=f"planned time, sizes everything (default {DEFAULTS['minutes']:g})")
     size.add_argument("--trials", type=int, help="configs to try, instead of what fits the minutes")
     size.add_argument("--items", type=int, help="confirmation items per family, instead of what fits the minutes")
+    size.add_argument("--generate", action="store_true", default=None, help="judge decoded answers, not forced ones")
+    size.add_argument(
+        "--allow-code-exec", action="store_true", default=None, help="with --generate: run generated code, sandboxed"
+    )
     size.add_argument("--seed", type=int, help=f"seed of items and sampler (default {DEFAULTS['seed']})")
     out = p.add_argument_group("output")
     out.add_argument("--out", type=Path, default=Path("runs"), help="folder for run folders (default runs)")
@@ -51,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dry-run", action="store_true", help="show the plan, bytes and time; run nothing")
     out.add_argument("--storage", metavar="URL", help="let python -m kvlab.worker help: journal:FILE, postgresql://...")
     out.add_argument("--study", help="with --storage: what to call the study (default: as the run)")
+    out.add_argument("--no-memo", action="store_true", help="score again what earlier runs of this model scored")
     out.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     out.add_argument("--quiet", action="store_true", help="no progress on stderr")
     return p
@@ -77,7 +93,19 @@ def _usage(error: Exception) -> int:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The request fields that were on the command line."""
-    plain = ("model", "context", "concurrency", "minutes", "trials", "items", "seed")
+    plain = (
+        "model",
+        "context",
+        "concurrency",
+        "minutes",
+        "trials",
+        "items",
+        "seed",
+        "generate",
+        "allow_code_exec",
+        "mode",
+        "layers",
+    )
     given = {n: getattr(args, n) for n in plain if getattr(args, n) is not None}
     if args.sets is not None:
         given["sets"] = names(args.sets)
@@ -98,6 +126,7 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
     from kvlab.book import Interrupted, UnscorableError
     from kvlab.models import BrokenBaseline, ModelError
     from kvlab.runs import BusyError, Run
+    from kvlab.sandbox.refused import SandboxUnavailable
     from kvlab.search import engine, sharing
     from kvlab.study.storages import StorageError, open_storage
 
@@ -107,7 +136,11 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
         if request is None:
             run = resumed = _resumed(args, given)
             request = Request.from_dict(resumed.config["request"])
+        if storage and request.generate:
+            raise UsageError("--generate decodes in one process: leave --storage out, workers only force answers")
         session = engine.open_session(request)
+        if args.no_memo:
+            session.memo = None
         if args.dry_run:
             _show_plan(engine.dry_run(session), args.json)
             return 0
@@ -123,6 +156,8 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
         if share:
             share.board.seal()
     except (UsageError, StorageError, ModelError, UnsupportedModelError, FileNotFoundError, BusyError) as error:
+        return _usage(error)
+    except SandboxUnavailable as error:
         return _usage(error)
     except (Interrupted, KeyboardInterrupt):
         where = f"; go on with: python -m kvlab.search --resume {run.path}" if run is not None else ""

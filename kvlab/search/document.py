@@ -12,6 +12,7 @@ from kvlab.config import KVConfig
 from kvlab.confirm import ROLE as CONFIRM
 from kvlab.confirm import Verdicts, family_scores
 from kvlab.evals.item import EvalSet
+from kvlab.evals.summary import by_task
 from kvlab.layer import ModelShape
 from kvlab.models import Loaded
 from kvlab.policies import Dense
@@ -42,7 +43,7 @@ class Describer:
         read = config.read_bytes(self.shape, self.workload.context) * self.workload.concurrency if sparse else None
         return {
             "config_id": config.id,
-            "label": config.label,
+            "label": self.label(config),
             "workload_bytes": size,
             "feasible": size <= self.budget,
             **({} if read is None else {"read_bytes": read}),
@@ -50,6 +51,13 @@ class Describer:
             "sessions": self.workload.sessions(config, self.shape, self.budget),
             "longest_context": self.workload.longest(config, self.shape, self.budget),
         }
+
+    def label(self, config: KVConfig) -> str:
+        """As the config says it; where formats differ by layer, their mean size and a name that no other mix has."""
+        if not config.overrides:
+            return config.label
+        bits = config.effective_bits(self.shape, self.workload.context)
+        return " + ".join([f"mixed {bits:.2f} bit {config.id[:4]}", *config.label.split(" + ")[1:]])
 
     def measured(self, config: KVConfig, role: str, items: EvalSet) -> dict[str, Any]:
         """Mean bytes over the contexts that were evaluated, as predicted and as measured."""
@@ -84,6 +92,7 @@ class Describer:
             "toml": config.to_toml(),
             **self.measured(config, CONFIRM, items),
             "families": {name: f.to_dict() for name, f in judgement.families.items()},
+            "tasks": by_task(self.book.get(CONFIRM, config, item) for item in items.items),
             "verdict": judgement.verdict,
         }
 
@@ -160,6 +169,7 @@ def _trial(describe: Describer, trial: Trial, racer: Racer, anchor_ids: set[str]
     state, value = ("failed", None) if reason else (trial.state, trial.value)
     base = {"number": trial.number, "state": state, "value": value, "items": trial.items}
     base |= {"reason": reason} if reason else {}
+    base |= {"stopped_by": trial.stopped_by} if trial.stopped_by else {}
     if trial.config is None:
         return base | {"config_id": None, "label": "nothing of this scheme fits", "feasible": False, "search": {}}
     return (
@@ -167,6 +177,28 @@ def _trial(describe: Describer, trial: Trial, racer: Racer, anchor_ids: set[str]
         | describe.config(trial.config)
         | {"anchor": trial.config.id in anchor_ids, "search": describe.searched(trial.config, racer.items)}
     )
+
+
+def front(describe: Describer, race: Race, racer: Racer, anchors: Mapping[str, KVConfig]) -> list[dict[str, Any]]:
+    """What fits, has seen every item and is beaten in bytes and search score by nothing that did: smallest first.
+
+    `value` is the score that the race goes by, `dnll` the mean over families of the extra nats per answer token; both
+    are of search items, so optimistic.
+    """
+    tried = {c: t.config for c, t in race.feasible().items() if t.config is not None}
+    points = []
+    for config in {**tried, **{c.id: c for c in anchors.values()}}.values():
+        row = describe.config(config)
+        if row["feasible"] and config.id not in describe.book.failures and racer.complete(config):
+            search = describe.searched(config, racer.items)
+            dnll = float(np.mean([f["dnll"] for f in search.values()]))
+            about = {"value": racer.value(config), "dnll": dnll, "anchor": config.id not in tried, "search": search}
+            points.append(row | about)
+    out: list[dict[str, Any]] = []
+    for point in sorted(points, key=lambda p: (p["workload_bytes"], p["value"])):
+        if not out or point["value"] < out[-1]["value"]:
+            out.append(point)
+    return out
 
 
 def before_after(
@@ -185,7 +217,7 @@ def before_after(
             held = {k: describe.measured(config, CONFIRM, items)[k] for k in ("bytes_per_token", "effective_bits")}
         out[name] = {
             "config_id": config.id,
-            "label": config.label if config is not BASELINE else "raw (16 bit)",
+            "label": describe.label(config) if config is not BASELINE else "raw (16 bit)",
             "kv_bytes_workload": describe.size(counted),
             **held,
             "context_used": used,
@@ -214,6 +246,7 @@ def counters(book: ScoreBook) -> dict[str, int]:
         "prefills": book.prefills,
         "configs_scored": len({config for _, config, _ in book.rows}),
         "item_scores": len(book.rows),
+        "remembered": book.remembered,
         "corrupt_snapshots": book.corrupt_snapshots,
     }
 

@@ -5,7 +5,7 @@ A resumed run takes the same steps over the rows it already has, so it ends wher
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from kvlab import confirm, models
+from kvlab.answering import scoring
 from kvlab.book import Interrupted, ScoreBook, Scoring, StopFlag
 from kvlab.calibration import facts
 from kvlab.centring import CentringError
@@ -22,22 +23,21 @@ from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet
 from kvlab.evals.sets import Choice, choose
 from kvlab.layer import Centring
+from kvlab.memo import Memo
 from kvlab.models import Loaded
 from kvlab.progress import Progress
 from kvlab.runs import Run, listing
 from kvlab.search import document
-from kvlab.search.document import Describer
-from kvlab.search.race import Race, Racer, finalists
+from kvlab.search.memory import memo_of
 from kvlab.search.settings import Request, UsageError
-from kvlab.search.sizing import Sizes, Speed, fastest, fit, with_wishes
+from kvlab.search.sizing import SEEN, SEEN_OF_A_FRONT, Sizes, Speed, fastest, fit, with_wishes
 from kvlab.search.space import Space
+from kvlab.search.stages import arms, run_stages
 from kvlab.search.workload import Workload
 from kvlab.snapshot import SnapshotStore
 from kvlab.subject import BASELINE, LocalSubject, snapshot_identity
 
 SLUG = "search"
-BATCH = 8
-_TIMED_STEPS, _TIMED_REPEATS = 8, 3
 
 
 @dataclass(slots=True)
@@ -51,6 +51,7 @@ class Session:
     sanity: dict[str, Any]
     centring: dict[str, Any] | None = None  # what a measured mean of keys depends on, where keys can be centred
     choice: Choice = field(default_factory=choose)
+    memo: Memo | None = None  # scores of earlier runs of this model
 
     @property
     def raw(self) -> KVConfig:
@@ -79,6 +80,24 @@ class Session:
             "versions": versions(),
         }
 
+    def notes(self, context_used: int | None) -> list[str]:
+        """What a reader must know of this model and workload; `context_used` is the context that was evaluated."""
+        raw = self.space.workload.bytes(self.raw, self.space.shape)
+        return document.notes(self.loaded, self.space.workload, raw, self.space.budget, context_used)
+
+    def layer_rows(self, items: int) -> int | None:
+        """Scores still needed to tell layers apart on so many items of each family; None where it is not asked for."""
+        layers = self.space.shape.compressed
+        if self.request.layers == "uniform" or len(layers) < 2:
+            return None
+        probes = self.space.formats().probes(layers)
+        asked = self.items("search", max(items, 1)).items if items else ()
+        return sum(self.memo is None or self.memo.get(c.id, i) is None for c in probes for i in asked)
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        return versions()
+
 
 def versions() -> dict[str, str]:
     from kvlab import __version__
@@ -103,7 +122,7 @@ def open_session(request: Request) -> Session:
     store = SnapshotStore(snapshot_identity(loaded), memory_bytes=2 << 30, disk_bytes=4 << 30)
     subject = LocalSubject(loaded, scorers=space.scorers(), store=store, plan=probe.plan)
     centring = facts(loaded) if "mean" in space.centrings else None
-    return Session(request, loaded, subject, space, sanity, centring, choice)
+    return Session(request, loaded, subject, space, sanity, centring, choice, memo_of(loaded, subject))
 
 
 def _chosen(request: Request) -> Choice:
@@ -134,9 +153,16 @@ def plan(session: Session) -> tuple[Sizes, Speed, int]:
     tried = dict.fromkeys([BASELINE, *anchors.values(), *session.space.first_configs()])
     speed, threads = fastest(session.subject, session.items("search", 4), list(tried))
     request = session.request
-    sizes = fit(request.minutes, speed, len(request.families), len(anchors))
+    sizes = fit(request.minutes, speed, len(request.families), len(anchors), **_costs(session))
     sizes = with_wishes(sizes, request.trials, request.items)
     return _available(session, sizes), speed, threads
+
+
+def _costs(session: Session) -> dict[str, Any]:
+    """What a search of this kind does besides."""
+    mode = session.request.mode
+    seen = SEEN if mode == "best" else SEEN_OF_A_FRONT
+    return {"layer_rows": session.layer_rows, "arms": arms(mode), "seen": seen}
 
 
 def _available(session: Session, sizes: Sizes) -> Sizes:
@@ -157,6 +183,7 @@ def dry_run(session: Session) -> dict[str, Any]:
     return {
         "schema": "kvlab.search.plan/1",
         "model": document.model(session.loaded, session.subject.shape, session.subject.plan.compressed),
+        "goal": request.mode,
         "mode": session.subject.plan.mode,
         "workload": {"context": request.context, "concurrency": request.concurrency},
         "budget_bytes": request.budget_bytes,
@@ -166,8 +193,8 @@ def dry_run(session: Session) -> dict[str, Any]:
         "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
         "speed": {k: round(v, 4) for k, v in dataclasses.asdict(speed).items()},
         "threads": threads,
-        "estimated_s": round(sizes.seconds(speed, len(request.families), len(describe))),
-        "notes": _notes(session, None),
+        "estimated_s": round(sizes.seconds(speed, len(request.families), len(describe), **_costs(session))),
+        "notes": session.notes(None),
     }
 
 
@@ -175,12 +202,6 @@ def _size_row(session: Session, config: KVConfig) -> dict[str, Any]:
     space = session.space
     size = space.workload.bytes(config, space.shape)
     return {"label": config.label, "workload_bytes": size, "feasible": size <= space.budget}
-
-
-def _notes(session: Session, context_used: int | None) -> list[str]:
-    space = session.space
-    raw = space.workload.bytes(session.raw, space.shape)
-    return document.notes(session.loaded, space.workload, raw, space.budget, context_used)
 
 
 def start(session: Session, root: Path) -> Run:
@@ -251,17 +272,21 @@ def execute(
     """
     sizes = Sizes(**run.config["sizes"])
     torch.set_num_threads(run.config["threads"])
-    with run.lock(), StopFlag() as stop:
+    request = session.request
+    answers = scoring(session.subject, generate=request.generate, allow_code_exec=request.allow_code_exec)
+    with run.lock(), StopFlag() as stop, answers as scores:
         begun = time.monotonic()
         earlier = float(run.status.get("wall_s", 0.0))
         progress = Progress(_planned_rows(session, sizes), quiet=quiet)
         run.set_status("running")
-        book = ScoreBook(run, share(stop) if share else session.subject, stop, progress)
+        # The memo holds forced rows; what is decoded is decoded anew.
+        memo = None if request.generate else session.memo
+        book = ScoreBook(run, share(stop) if share else scores, stop, progress, memo)
         # In the run's own folder: a resume finds them, and no other run's prefills are mistaken for this one's.
         session.subject.store.keep_in(run.path / "snapshots")
         progress.add(len(book.rows))
         try:
-            result = _stages(session, run, book, sizes)
+            result = run_stages(session, run, book, sizes)
             result["wall_s"] = round(earlier + time.monotonic() - begun, 2)
             _write(run, result)
             session.subject.store.discard()
@@ -280,93 +305,11 @@ def execute(
 
 
 def _planned_rows(session: Session, sizes: Sizes) -> int:
-    families, anchors = len(session.request.families), len(session.space.anchors())
-    search = families * sizes.search_items * (anchors + 1) + sizes.trials * families * sizes.search_items // 2
-    return search + families * sizes.confirm_items * 7
-
-
-def _stages(session: Session, run: Run, book: ScoreBook, sizes: Sizes) -> dict[str, Any]:
-    space, anchors = session.space, session.space.anchors()
-    searched = session.items("search", sizes.search_items)
-    racer = Racer(space, book, searched, n_items=sizes.search_items, seed=session.request.seed)
-    previous = run.config["previous_best"]
-    race = racer.run(sizes.trials, BATCH, list(anchors.values()), KVConfig.from_dict(previous) if previous else None)
-    size = {t.config.id: space.workload.bytes(t.config, space.shape) for t in race.trials if t.config}
-    chosen = finalists(race, len(searched), size)
-    fresh = session.items("confirm", sizes.confirm_items)
-    margin = confirm.Margin.planned(sizes.confirm_items)
-    verdicts = judged = None
-    if chosen:
-        verdicts = confirm.judge_arms(book, fresh, [*chosen, anchors["int8"]], space.control(), margin)
-        verdicts = confirm.replicate_rises(
-            book, fresh, lambda: session.items("replicate", sizes.confirm_items), chosen, verdicts
-        )
-        judged = confirm.in_sequence(chosen, verdicts)
-    return _document(session, run, book, race, racer, fresh, chosen, verdicts, judged or {}, margin)
-
-
-def _document(
-    session: Session,
-    run: Run,
-    book: ScoreBook,
-    race: Race,
-    racer: Racer,
-    fresh: EvalSet,
-    chosen: list[KVConfig],
-    verdicts: confirm.Verdicts | None,
-    judged: Mapping[str, Any],
-    margin: confirm.Margin,
-) -> dict[str, Any]:
-    space, request = session.space, session.request
-    describe = Describer(space.shape, space.workload, space.budget, book)
-    winner = next((c for c in reversed(chosen) if c.id in judged and judged[c.id].verdict in ("HOLDS", "RISES")), None)
-    shown = winner or next((c for c in chosen if c.id in judged), None)
-    rows = [describe.judged(c, judged[c.id], fresh) for c in chosen if c.id in judged]
-    anchors = space.anchors()
-    verdict = judged[shown.id].verdict if shown else "INCONCLUSIVE"
-    used = rows[0]["context_used"] if rows else None
-    references = document.anchors(describe, anchors, racer.items, verdicts, fresh)
-    result = {
-        "schema": document.SCHEMA,
-        "model": document.model(session.loaded, space.shape, session.subject.plan.compressed),
-        "mode": session.subject.plan.mode,
-        "workload": {"context": request.context, "concurrency": request.concurrency},
-        "budget_bytes": space.budget,
-        "raw_workload_bytes": describe.size(session.raw),
-        "binding": describe.size(session.raw) > space.budget,
-        "notes": [*document.held_elsewhere(references), *_notes(session, used)],
-        "verdict": verdict,
-        "winner": winner.id if winner else None,
-        "margin": margin.to_dict(),
-        "baseline": {"config_id": BASELINE.id, "label": "raw", "families": verdicts.baseline if verdicts else {}},
-        "anchors": references,
-        "finalists": rows,
-        "controls": document.controls(space.control(), verdicts),
-        "trials": document.trials(describe, race, racer, (c.id for c in anchors.values())),
-        "rungs": list(race.rungs),
-        "before_after": _timed(session, describe, fresh, shown) if shown else None,
-        "nearest_misses": _misses(describe, anchors | {"smallest": space.smallest()}) if not rows else [],
-        "ledger": document.ledger(run, fresh, [c.id for c in chosen], verdict),
-        "counters": document.counters(book),
-        "wall_s": 0.0,
-        "run": str(run.path),
-        "seed": request.seed,
-        "versions": versions(),
-    }
-    return result
-
-
-def _timed(session: Session, describe: Describer, fresh: EvalSet, shown: KVConfig) -> dict[str, Any]:
-    prompt = session.subject.tokenizer.encode(max((i.context for i in fresh.items[:12]), key=len))
-    describe.book.progress.at("timing before and after")
-    timings = session.subject.time([BASELINE, shown], prompt, _TIMED_STEPS, _TIMED_REPEATS)
-    return document.before_after(describe, fresh, shown, session.raw, timings)
-
-
-def _misses(describe: Describer, anchors: Mapping[str, KVConfig]) -> list[dict[str, Any]]:
-    """Smallest first: how far each reference is from the budget."""
-    rows = [{"name": name, **describe.config(c)} for name, c in anchors.items()]
-    return sorted(rows, key=lambda r: r["workload_bytes"])[:3]
+    families, costs = len(session.request.families), _costs(session)
+    layers = len(session.space.formats().probes(session.space.shape.compressed)) * families * sizes.layer_items
+    search = families * sizes.search_items * (len(session.space.anchors()) + 1)
+    trials = round(sizes.trials * families * sizes.search_items * costs["seen"])
+    return layers + search + trials + families * sizes.confirm_items * costs["arms"]
 
 
 def _write(run: Run, result: dict[str, Any]) -> None:

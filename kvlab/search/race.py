@@ -18,12 +18,10 @@ import optuna
 from kvlab.book import ScoreBook, UnscorableError
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
-from kvlab.search.choice import dominators, finalists
+from kvlab.search.choice import dominators
 from kvlab.search.elimination import lost
 from kvlab.search.space import Space
 from kvlab.subject import BASELINE
-
-__all__ = ["ROLE", "Race", "Racer", "Trial", "finalists"]
 
 ROLE = "search"
 # A trial waits when it is behind its rival by this many standard errors of the paired difference.
@@ -228,6 +226,10 @@ class Racer:
 
     def _scored(self, config: KVConfig) -> list[Item]:
         return [i for i in self.items.items if (ROLE, config.id, i.id) in self.book.rows]
+
+    def complete(self, config: KVConfig) -> bool:
+        """Whether a config was scored on every item."""
+        return self._has(config, self.items.items)
 
     def _has(self, config: KVConfig, items: Sequence[Item]) -> bool:
         return all((ROLE, config.id, i.id) in self.book.rows for i in items)

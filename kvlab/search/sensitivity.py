@@ -7,7 +7,7 @@ says how far it was right.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,8 @@ class Sensitivity:
 
     def predicted(self, config: KVConfig) -> float | None:
         """Sum over layers of what each loses alone; None for a config of other formats, or with more than formats."""
-        plain = replace(config, key=self.formats.base.key, value=self.formats.base.value, overrides=())
-        if plain != self.formats.base:
+        around = [f.name for f in fields(config) if f.name not in ("key", "value", "overrides")]
+        if any(getattr(config, name) != getattr(self.formats.base, name) for name in around):
             return None
         parts = [self.kl(layer, (at := config.at(layer)).key, at.value) for layer in self.layers]
         return None if any(p is None for p in parts) else math.fsum(p for p in parts if p is not None)

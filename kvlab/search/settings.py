@@ -9,6 +9,12 @@ from typing import Any
 from kvlab.evals.item import FAMILIES, unknown
 from kvlab.search.sizes import parse_budget
 
+MODES = ("best", "map", "smallest")
+"""`best`: the best score within the budget. `map`: the best score of every size up to it. `smallest`: the fewest bytes
+that are shown to hold."""
+LAYERS = ("auto", "uniform")
+"""`auto`: formats may differ by layer, as far as the layers' sensitivities can be measured in the time."""
+
 
 class UsageError(ValueError):
     """A request that cannot be carried out as written; the message says what would do."""
@@ -16,7 +22,8 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One search as asked for. `minutes` sizes the run; `trials` and `items` override what it would choose."""
+    """One search as asked for. `mode` says what is looked for, see MODES; `layers` whether formats may differ by layer.
+    `minutes` sizes the run; `trials` and `items` override what it would choose."""
 
     budget_bytes: int
     model: str = "smollm2-135m"
@@ -28,14 +35,25 @@ class Request:
     trials: int | None = None
     items: int | None = None
     seed: int = 0
+    generate: bool = False
+    allow_code_exec: bool = False
+    mode: str = "best"
+    layers: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("context", 1), ("concurrency", 1), ("trials", 1), ("items", 2), ("seed", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"--{name} must be at least {least}, got {value}")
+        for name, value, known in (("mode", self.mode, MODES), ("layers", self.layers, LAYERS)):
+            if value not in known:
+                raise UsageError(f"--{name}: {unknown(name, value, known)}")
         if not 0 < self.minutes < 100_000:
             raise UsageError(f"--minutes must be a positive number, got {self.minutes}")
+        if self.generate and self.items is None:
+            raise UsageError("--generate decodes answers, whose time cannot be planned: say how many with --items")
+        if self.allow_code_exec and not self.generate:
+            raise UsageError("--allow-code-exec runs generated code, and nothing is generated: add --generate")
         if not self.families:
             raise UsageError(f"--families needs at least one of {', '.join(FAMILIES)}")
         for family in self.families:

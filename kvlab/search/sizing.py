@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,18 @@ from kvlab.subject import LocalSubject
 _CONFIRM_SHARE, _SEARCH_SHARE = 0.40, 0.35
 _MIN_CONFIRM, _MAX_CONFIRM = least_items(MARGINS[-1]), 256
 ARMS = 7  # confirm: baseline twice, the control, int8, three finalists
+# A trial sees half of the items on average where the better half of a batch goes on, and more where a front does.
+SEEN, SEEN_OF_A_FRONT = 0.5, 0.75
+# The most of the time that telling layers apart may take, once for a model.
+_LAYERS_SHARE = 0.25
+
+
+# Scores that telling layers apart still needs with so many items of each family; None where it is not asked for.
+LayerRows = Callable[[int], int | None]
+
+
+def no_layers(items: int) -> int | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +43,29 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a run will do: items per family in each stage, and trials."""
+    """What a run will do: items per family in each stage, and trials. No `layer_items`: layers are not told apart."""
 
     search_items: int
     trials: int
     confirm_items: int
+    layer_items: int = 0
 
-    def seconds(self, speed: Speed, families: int, anchors: int) -> float:
-        """Planned time of search and confirm."""
+    def seconds(
+        self,
+        speed: Speed,
+        families: int,
+        anchors: int,
+        *,
+        layer_rows: LayerRows = no_layers,
+        arms: int = ARMS,
+        seen: float = SEEN,
+    ) -> float:
+        """Planned time of all stages."""
+        layers = (layer_rows(self.layer_items) or 0) * speed.row_s
         search = families * self.search_items * (speed.prefill_s + (anchors + 1) * speed.row_s)
-        trials = self.trials * families * self.search_items / 2 * speed.row_s
-        confirm = families * self.confirm_items * (speed.prefill_s + ARMS * speed.row_s)
-        return search + trials + confirm
+        trials = self.trials * families * self.search_items * seen * speed.row_s
+        confirm = families * self.confirm_items * (speed.prefill_s + arms * speed.row_s)
+        return layers + search + trials + confirm
 
 
 def fastest(subject: LocalSubject, probe: EvalSet, configs: list[KVConfig]) -> tuple[Speed, int]:
@@ -80,10 +104,25 @@ def measure(subject: LocalSubject, items: list[Item], configs: list[KVConfig]) -
     return Speed(max(first - 2 * row, 0.1 * first), row)
 
 
-def fit(minutes: float, speed: Speed, families: int, anchors: int) -> Sizes:
-    """Sizes whose planned time is about `minutes`. Never fewer confirm items than the widest margin needs."""
+def fit(
+    minutes: float,
+    speed: Speed,
+    families: int,
+    anchors: int,
+    *,
+    layer_rows: LayerRows = no_layers,
+    arms: int = ARMS,
+    seen: float = SEEN,
+) -> Sizes:
+    """Sizes whose planned time is about `minutes`. Never fewer confirm items than the widest margin needs.
+
+    `layer_rows` says what it takes to tell layers apart; `arms` are the configs that a confirmation scores; `seen` is
+    the share of the items that a trial sees.
+    """
     total = minutes * 60
-    per_confirm = families * (speed.prefill_s + ARMS * speed.row_s)
+    layer_items = _layer_items(layer_rows, total / speed.row_s)
+    total -= (layer_rows(layer_items) or 0) * speed.row_s
+    per_confirm = families * (speed.prefill_s + arms * speed.row_s)
     confirm = max(_MIN_CONFIRM, min(_MAX_CONFIRM, int(total * _CONFIRM_SHARE / per_confirm)))
     # A fifth more items is a fair price for the next smaller margin.
     steps = [least_items(margin) for margin in reversed(MARGINS)]
@@ -91,9 +130,17 @@ def fit(minutes: float, speed: Speed, families: int, anchors: int) -> Sizes:
     search_s = total * _SEARCH_SHARE
     per_item = families * (speed.prefill_s + (anchors + 1) * speed.row_s)
     items = next((n for n in (64, 48, 32, 24, 16) if n * per_item <= 0.6 * search_s), 8)
-    per_trial = families * items / 2 * speed.row_s
+    per_trial = families * items * seen * speed.row_s
     trials = int((search_s - items * per_item) / per_trial)
-    return Sizes(items, max(8, min(64, trials)), confirm)
+    return Sizes(items, max(8, min(64, trials)), confirm, layer_items)
+
+
+def _layer_items(layer_rows: LayerRows, rows: float) -> int:
+    """Items of each family: what is known already, else the most that may take their share of the time in `rows`."""
+    wanted = [(n, found) for n in (2, 1) if (found := layer_rows(n)) is not None]
+    known = [n for n, found in wanted if not found]
+    affordable = [n for n, found in wanted if found <= _LAYERS_SHARE * rows]
+    return next(iter([*known, *affordable]), 0)
 
 
 def with_wishes(sizes: Sizes, trials: int | None, items: int | None) -> Sizes:

@@ -151,6 +151,9 @@ def test_what_was_not_measured_is_not_predicted(tmp_path, change) -> None:
     uniform = replace(FORMATS.base, key=FORMATS.keys[1], value=FORMATS.values[1])
     table = _table(tmp_path)
     assert table.predicted(uniform) is not None
+    by_chunk = Affine(bits=4, axis="channel", group=16)
+    sparse = replace(uniform, key=by_chunk, reader=TopK(fraction=0.5, chunk=16, bound="codec"))
+    assert table.predicted(sparse) is None  # and is not an error: such a reader takes such keys only
     assert table.predicted(replace(uniform, **change)) is None
 
 
