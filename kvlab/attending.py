@@ -50,6 +50,11 @@ def attend_rows(
     default what each row's pool was made with.
     """
     q = call.q
+    if len(rows) == 1 and call.valid is None and q.device.type == "cpu" and (impl or rows[0].table.pool.impl) == "auto":
+        # Decoding on a CPU: nothing to launch, no padding, and every operation less shows.
+        if rows[0].centre is not None or rows[0].rotary is not None:
+            _check_positions(rows[0], call.positions, 0, slice(None), q.shape[2])
+        return _alone(rows[0], call, 0, slice(None), read_only, impl).unsqueeze(0)
     # All layers of a forward get the same masks and positions, and each row's length tells forwards apart.
     valid, positions = (None if x is None else on_host(x, rows[0].seen) for x in (call.valid, call.positions))
     real = [_real(valid, b) for b in range(len(rows))]

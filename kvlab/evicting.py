@@ -4,7 +4,6 @@ Choosing is pure: scores in, who stays out. `flush` alone touches a table. It kn
 candidates.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,14 +11,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.centre import Centre
-from kvlab.codecs.base import Codec, Packed, to_raw
-from kvlab.kernels.encode import append
+from kvlab.codecs.base import to_raw
+from kvlab.kernels.dispatch import Impl
+from kvlab.kernels.encode import append, compiles
+from kvlab.kernels.formats import Format
+from kvlab.kernels.rowwise import runs_compiled
 from kvlab.layer import LayerConfig
 from kvlab.policies import Candidates
 from kvlab.policies.base import Expected, taken
 from kvlab.reading import pages
 from kvlab.selecting import summarise
-from kvlab.store import PageTable
+from kvlab.store import PagePool, PageTable
 
 
 class Leaving(NamedTuple):
@@ -77,40 +79,37 @@ def _store(
     raw: torch.dtype,
     centre: Centre | None,
 ) -> None:
-    """Append the first `lengths` of each head's tokens. Where launches serve, one encodes and writes K and one V."""
+    """Append the first `lengths` of each head's tokens."""
     sides = {
         "k": (config.key, tokens.keys if centre is None else centre.take_out(tokens.keys, tokens.positions, seen)),
         "v": (config.value, tokens.values),
     }
     packed = {"position": tokens.positions.unsqueeze(-1)} if config.budget.evicts else {}
     packed |= {} if tokens.mass is None else {"mass": tokens.mass.unsqueeze(-1)}
-    launched = table.pool.works(tokens.keys.dtype) == "triton"
-    if not launched:
-        few = tokens.keys.shape[1] <= config.page_tokens
-        coded = {f"{side}.{name}": y for side, streams in _encoded(sides, few).items() for name, y in streams.items()}
-        packed |= {name: to_raw(x, raw) if name.endswith(".data") else x for name, x in coded.items()}
+    formats = {side: codec.stored_as(x.shape[2]) for side, (codec, x) in sides.items()}
+    written: dict[str, Impl] = {side: _writer(table.pool, fmt, tokens.keys.dtype) for side, fmt in formats.items()}
+    for side, (codec, x) in sides.items():
+        if written[side] == "torch":
+            streams = {f"{side}.{name}": y for name, y in codec.encode(x).items()}
+            packed |= {name: to_raw(y, raw) if name.endswith(".data") else y for name, y in streams.items()}
     lengths = [tokens.keys.shape[1]] * len(table.counts) if lengths is None else lengths
     start = table.extend(lengths)
     for name, rows in packed.items():
         table.place(name, rows, start, lengths)
-    if launched:
-        where = (table.index()[None], *(torch.tensor([xs], device=table.device) for xs in (start, lengths)))
-        for side, (codec, x) in sides.items():
-            fmt = codec.stored_as(x.shape[2])
-            streams = {name: table.pool.streams[f"{side}.{name}"] for name in fmt.names}
-            append(x[None], streams, fmt, *where, impl="triton")
+    if all(how == "torch" for how in written.values()):
+        return
+    where = (table.index()[None], *(torch.tensor([xs], device=table.device) for xs in (start, lengths)))
+    for side, (_, x) in sides.items():
+        if written[side] != "torch":
+            streams = {name: table.pool.streams[f"{side}.{name}"] for name in formats[side].names}
+            append(x[None], streams, formats[side], *where, impl=written[side])
 
 
-def _encoded(sides: Mapping[str, tuple[Codec, Tensor]], few: bool) -> dict[str, Packed]:
-    """Streams of K and of V. Heads stand alone, so that one codec takes both of a `few` tokens in half the operations.
-
-    Many tokens cost by their bytes, and side by side they would be copied.
-    """
-    (key, k), (value, v) = sides["k"], sides["v"]
-    if not few or key != value or k.shape != v.shape or key.per_head:
-        return {side: codec.encode(x) for side, (codec, x) in sides.items()}
-    both = key.encode(torch.cat([k, v]))
-    return {side: {name: y.unflatten(0, (2, -1))[i] for name, y in both.items()} for i, side in enumerate(sides)}
+def _writer(pool: PagePool, fmt: Format, dtype: torch.dtype) -> Impl:
+    """What encodes tokens of `dtype` and writes them in one go, or "torch", which does one after the other."""
+    if pool.works(dtype) == "triton":
+        return "triton"
+    return "numba" if runs_compiled(pool.impl, pool.device, dtype) and compiles(fmt) else "torch"
 
 
 def _scored(

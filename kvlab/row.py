@@ -23,7 +23,7 @@ from kvlab.policies.base import Expected
 from kvlab.policies.expected_attention import query_sums
 from kvlab.reading import Reading, pages
 from kvlab.selecting import Choice, Remembered, all_read, choose
-from kvlab.stepping import Pinned, Single, attend_single
+from kvlab.stepping import Pinned, Single, attend_single, keeps_tokens
 from kvlab.store import PagePool, PageTable
 
 
@@ -55,6 +55,7 @@ class Row:
         self._mass: Tensor | None = None
         self.n_window = 0
         self._pinned = Pinned()
+        self._placed = False  # whether the new token's K and V are in the window already, where they do not count yet
         self._choice: Choice | None = None  # of the forward being served
         self._remembered: Remembered | None = None  # what the last block of queries read, while the pages stand
 
@@ -198,11 +199,15 @@ class Row:
         compiled = lone and runs_compiled(served_by, q.device, q.dtype, self.raw)
         choice = self.select(q, observe, compiled)
         if compiled:
-            kept = (("sinks", self.sinks, self.n_sinks), ("window", self._window, self.n_window))
-            held = [self._pinned.raw(name, pair, count) for name, pair, count in kept if pair]
+            held = (
+                self._pinned.raw("sinks", self.sinks, self.n_sinks),
+                self._pinned.raw("window", self._window, self.n_window),
+            )
+            slot = self._free_slot() if observe else None
             single = Single(q[:, 0], scale, softcap, sink_logits, choice, self.centre, self.seen)
             stored = self._pinned.stored(self.config, self.table, self.n_sinks, (k.shape[2], v.shape[2]))
-            served, mass = attend_single(single, stored, held, k, v, weights)
+            served, mass = attend_single(single, stored, held, k, v, weights, -1 if slot is None else slot)
+            self._placed = slot is not None
         else:
             served, mass = self._attend_blocks(q, k, v, scale, softcap, sink_logits, choice, weights)
         if observe and self.rotary is not None:
@@ -210,6 +215,12 @@ class Row:
         if tracked and weights is None:
             mass = self.selected_mass(choice, n_queries)
         return served, mass
+
+    def _free_slot(self) -> int | None:
+        """Where the window will take the next token, if there is room and the token is to go there."""
+        if self._window is None or self.n_sinks < self.config.sink_tokens or not keeps_tokens(self._window):
+            return None
+        return self.n_window if self.n_window < self._window[0].shape[1] else None
 
     def select(self, q: Float[Tensor, "H Q D"], observe: bool = True, compiled: bool = False) -> Choice | None:
         """The chunks of pages that new queries read; None where all are. `commit` remembers what is observed."""
@@ -271,6 +282,7 @@ class Row:
         new_mass = self._fold_mass(mass, n_new)
         self.seen += n_new
         self._remembered, self._choice = None if self._choice is None else self._choice.last, None
+        placed, self._placed = self._placed, False
         filled = min(self.config.sink_tokens - self.n_sinks, n_new)
         if filled:
             head = tuple(to_raw(x[:, :filled], self.raw) for x in (k, v))
@@ -282,7 +294,7 @@ class Row:
             new_mass = None if new_mass is None else new_mass[:, filled:]
         flushed = self.config.flush_tokens(self.n_window + k.shape[1], n_new)
         if flushed == 0 or self.config.scope == "model":  # which rows that share a budget `settle` together
-            self._extend(k, v, new_mass)
+            self._extend(k, v, new_mass, placed)
             return
         keys, values = (self._joined(i, x) for i, x in enumerate((k, v)))
         joined = None if new_mass is None else torch.cat([self._window_mass(), new_mass], dim=1)
@@ -329,8 +341,11 @@ class Row:
         """Recent and new tokens in one, in the dtype of the new ones."""
         return new if not self.n_window else torch.cat([self.window()[index].to(new.dtype), new], dim=1)
 
-    def _extend(self, k: Tensor, v: Tensor, mass: Tensor | None) -> None:
-        """Append raw tokens to the window, growing its buffers page by page and never token by token."""
+    def _extend(self, k: Tensor, v: Tensor, mass: Tensor | None, placed: bool = False) -> None:
+        """Append raw tokens to the window, growing its buffers page by page and never token by token.
+
+        `placed` says that K and V are where they belong.
+        """
         size = self.n_window + k.shape[1]
         if self._window is None:
             # A prompt's window is cut to size; the first decode step makes room for a page of steps.
@@ -338,11 +353,12 @@ class Row:
             self._mass = None if mass is None else mass.clone()
         else:
             room = size + self.config.page_tokens - 1
-            old_k, old_v = self._window
-            self._window = (
-                _placed(old_k, to_raw(k, self.raw), self.n_window, room),
-                _placed(old_v, to_raw(v, self.raw), self.n_window, room),
-            )
+            if not placed:
+                old_k, old_v = self._window
+                self._window = (
+                    _placed(old_k, to_raw(k, self.raw), self.n_window, room),
+                    _placed(old_v, to_raw(v, self.raw), self.n_window, room),
+                )
             if mass is not None and self._mass is not None:
                 self._mass = _placed(self._mass, mass, self.n_window, room)
         self.n_window = size

@@ -28,8 +28,10 @@ class Pinned:
         self._moves = -1
         self._raw: dict[str, tuple[Tensor, Parts]] = {}
 
-    def raw(self, name: str, pair: tuple[Tensor, Tensor], count: int) -> Parts:
+    def raw(self, name: str, pair: tuple[Tensor, Tensor] | None, count: int) -> Parts:
         """Sinks or window, the first `count` tokens of which are real. K and V move together."""
+        if pair is None:
+            return rowwise_arrays.NO_PARTS
         held = self._raw.get(name)
         if held is None or held[0] is not pair[0]:
             held = pair[0], (rowwise_arrays.part(pair[0], 0), rowwise_arrays.part(pair[1], 0))
@@ -54,6 +56,11 @@ class Pinned:
             held = Stored(key, value, *formats, index, counts, table.length, page, position, first)
             self._stored, self._moves = held, table.pool.moves
         return held
+
+
+def keeps_tokens(window: tuple[Tensor, Tensor]) -> bool:
+    """Whether the kernel can put a token into the window: it writes to the memory itself, and not to a copy."""
+    return all(x.is_contiguous() for x in window)
 
 
 class Single(NamedTuple):
@@ -87,14 +94,16 @@ def attend_single(
     k: Float[Tensor, "N 1 D"],
     v: Float[Tensor, "N 1 E"],
     weights: Float[Tensor, " 1"] | None,
+    slot: int = -1,
 ) -> tuple[Float[Tensor, "H 1 E"], Float[Tensor, "N C"] | None]:
     """Attention of one query over `stored`, raw tokens `held` and its own K and V.
 
-    With `weights` also what it adds to the attention mass of every key.
+    With `weights` also what it adds to the attention mass of every key. `held` are sinks and window; its own K and V
+    are also put at `slot` of the window, if that is not negative.
     """
     parts = [*held, (rowwise_arrays.part(k, 1), rowwise_arrays.part(v, 1))]
     dims, extras = (k.shape[0], v.shape[2]), single.extras(stored)
-    out, mass = rowwise_arrays.step(single.q, stored, parts, dims, single.scale, extras, mass=weights is not None)
+    out, mass = rowwise_arrays.step(single.q, stored, parts, dims, single.scale, extras, weights is not None, slot)
     if mass is not None and weights is not None:
         mass *= float(weights[0])
     return out.unsqueeze(1).to(single.q.dtype), mass

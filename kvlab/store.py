@@ -151,10 +151,14 @@ class PageTable:
         self.counts = [old + new for old, new in zip(start, lengths, strict=True)]
         missing = [-(-count // page) - len(held) for count, held in zip(self.counts, self.pages, strict=True)]
         fresh = self.pool.alloc(sum(missing))
+        old, self._index, self._sizes = self._index, None, None
+        if old is not None and len(set(missing)) == 1 and all(len(held) == old.shape[1] for held in self.pages):
+            # As many for each head: the lists of a long table are not read again.
+            added = torch.tensor(fresh, dtype=torch.long, device=self.device).view(len(self.pages), -1)
+            self._index = torch.cat([old, added], dim=1)
         for held, more in zip(self.pages, missing, strict=True):
             held += fresh[:more]
             fresh = fresh[more:]
-        self._index = self._sizes = None
         return start
 
     def place(self, name: str, rows: Tensor, start: list[int], lengths: list[int]) -> None:

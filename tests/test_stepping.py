@@ -78,6 +78,35 @@ def test_lone_tokens_are_served_alike(name: str, softcap: float | None, monkeypa
     assert one.occupancy == two.occupancy
     assert one.nbytes == two.nbytes
     assert torch.equal(one.positions(), two.positions())
+    for mine, theirs in zip(one.window(), two.window(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("raw", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_window_takes_a_token_as_attention_left_it(raw: str, strided: bool) -> None:
+    """Written at the step and counted at the commit, saturated, whatever memory the window lies in."""
+    config = KVConfig(raw_dtype=raw, sink_tokens=2, recent_tokens=64)
+    row = make_row(config, HEADS, DIM, getattr(torch, raw))
+    sequence = Sequence(40, HEADS, HEADS * GROUP, DIM, seed=8, dtype=torch.float32)
+    taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step, (q, k, v) in enumerate(sequence.forwards([20, *[1] * 20])):
+        k, v = k.clone(), v.clone()
+        k[0, 0, :3] = torch.tensor([1e6, -3e38, 65519.0])
+        if strided and step == 5 and row._window is not None:
+            row._window = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in row._window)  # type: ignore[assignment]
+        if step:
+            before = [x.clone() for x in row.window()]
+            row.attend(q, k, v, SCALE, observe=False, impl="numba")
+            row.attend(q, k, v, SCALE, impl="numba")
+            assert all(torch.equal(a, b) for a, b in zip(before, row.window(), strict=True))
+        row.commit(k, v)
+        taken.append((k, v))
+    dtype = getattr(torch, raw)
+    limit = torch.finfo(dtype).max
+    for i, held in enumerate(row.window()):
+        right = torch.cat([pair[i] for pair in taken], dim=1)[:, 2:].clamp(-limit, limit).to(dtype)
+        assert torch.equal(held, right)
 
 
 def test_pages_that_move_are_looked_up_anew() -> None:

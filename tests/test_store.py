@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -177,3 +177,15 @@ def test_alloc_takes_the_lowest_free_pages(count: int) -> None:
     pool.alloc(6)
     pool.release([4, 1])
     assert pool.alloc(count)[:2] == [1, 4][:count]
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 4, 8, 12]), min_size=2, max_size=2) | st.sampled_from([4, 8]), max_size=6))
+def test_the_index_is_what_the_lists_say(steps: list[list[int] | int]) -> None:
+    """Whether it was built anew or went on from the last one."""
+    pool = PagePool({"k.data": Stream(4, 2, torch.float32)}, 4, torch.device("cpu"))
+    table = PageTable(pool, 2)
+    for step in steps:
+        table.index()
+        table.extend([step, step] if isinstance(step, int) else step)
+        longest = max(len(held) for held in table.pages)
+        assert table.index().tolist() == [held + [0] * (longest - len(held)) for held in table.pages]

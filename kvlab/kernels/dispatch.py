@@ -16,7 +16,8 @@ _EXTRAS = {"triton": "pip install 'kvlab[gpu]'", "numba": "pip install 'kvlab[cp
 
 
 @functools.cache
-def _installed(name: str) -> bool:
+def installed(name: str) -> bool:
+    """Whether an optional module could be imported."""
     return importlib.util.find_spec(name) is not None
 
 
@@ -27,7 +28,7 @@ def interpreted() -> bool:
 
 def _obstacle(name: str, device: torch.device) -> str | None:
     """Why `name` cannot run on tensors of `device`, with the way out; None where it can."""
-    if name in _EXTRAS and not _installed(name):
+    if name in _EXTRAS and not installed(name):
         return f"{name} is not installed: {_EXTRAS[name]}"
     if name == "triton" and device.type == "cpu" and not interpreted():
         return "triton runs on the CPU only in its interpreter: set TRITON_INTERPRET=1 before Python starts"

@@ -1,7 +1,8 @@
 """Tokens into pages: quantize as a format says and write each stream where a page table points, in one call.
 
 What is stored is defined by the torch path, in float32 on the CPU; the Triton path gives the same bits (see
-`encode_triton`). The caller owns the page table: pages exist before they are written.
+`encode_triton`), and so does the one compiled for CPUs, where it serves the format. The caller owns the page table:
+pages exist before they are written.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlab.kernels import affine, fp8
-from kvlab.kernels.dispatch import Impl, choose
+from kvlab.kernels.dispatch import Impl, choose, installed
 from kvlab.kernels.formats import Format, static_scale
 from kvlab.kernels.hadamard import hadamard
 from kvlab.kernels.pack import packed_width
@@ -63,8 +64,14 @@ def append(
     rotation applied. Raises ValueError where streams and x do not fit each other, or `impl` cannot run.
     """
     page = _check(x, streams, fmt)
-    available = ("torch",) if x.dtype == torch.float64 else ("triton", "torch")
-    if choose(impl, available, x.device) == "triton":
+    serve = ("numba", "triton", "torch") if compiles(fmt) else ("triton", "torch")
+    how = choose(impl, ("torch",) if x.dtype == torch.float64 else serve, x.device)
+    if how == "numba":
+        from kvlab.kernels.encode_numba import append_numba
+
+        append_numba(x if minus is None else x.float() - minus.float(), streams, fmt, index, start, lengths)
+        return
+    if how == "triton":
         from kvlab.kernels.encode_triton import append_triton
 
         append_triton(x, streams, fmt, index, start, lengths, minus)
@@ -72,6 +79,11 @@ def append(
     raw = streams["data"].dtype if fmt.kind == "raw" else x.dtype
     for name, rows in encode(x, fmt, raw, minus).items():
         _scatter(streams[name], rows, index, start, lengths, page)
+
+
+def compiles(fmt: Format) -> bool:
+    """Whether there is a path compiled for CPUs for this format, and numba to compile it."""
+    return fmt.kind == "affine" and fmt.axis == "token" and not fmt.hadamard and installed("numba")
 
 
 def _check(x: Tensor, streams: Mapping[str, Tensor], fmt: Format) -> int:

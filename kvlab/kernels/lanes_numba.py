@@ -5,17 +5,21 @@ written out. Any CPU runs it: LLVM cuts vectors to what there is. Arrays are con
 in numbers; whoever calls sees to it that sixteen are there.
 """
 
+from typing import Any
+
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic as _intrinsic
+from numba.extending import models, register_model
 
 LANES = 16
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _BYTE, _WORD = ir.IntType(8), ir.IntType(32)
+# A checker of types sees the first argument, which no caller gives.
+intrinsic: Any = _intrinsic
 _FAST = ("reassoc", "contract", "nsz")
 
 
@@ -142,10 +146,6 @@ def halves(typingctx, array, at):
         return builder.fpext(packed, _FLOATS)
 
     return lanes(array, types.intp), generate
-
-
-# Without such an instruction LLVM would call a function that need not be there.
-HAS_HALVES = bool(get_host_cpu_features().get("f16c"))
 
 
 @intrinsic

@@ -76,6 +76,7 @@ _NO_SIGNS = np.empty(0, np.int8)
 _NO_POSITION = np.empty(0, np.int32)
 _NO_BYTES = np.empty(0, np.uint8)
 _NO_PART = Part(F32_RAW, _NO_BYTES, 0, 0)
+NO_PARTS = _NO_PART, _NO_PART
 
 
 def step(
@@ -86,20 +87,26 @@ def step(
     scale: float,
     extras: Extras,
     mass: bool,
+    slot: int = -1,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `rowwise.attend_one` is asked for, of N KV heads and values of E channels: `dims`. Everything on the CPU."""
+    """What `rowwise.attend_one` is asked for, of N KV heads and values of E channels: `dims`. Everything on the CPU.
+
+    `raw` are sinks, window and new token, NO_PARTS for what there is none of. The new one is also put at `slot` of the
+    window, if that is not negative, in the window's own dtype.
+    """
     n_heads, value_dim = dims
     out = torch.empty(q.shape[0], value_dim)
     pages = _no_pages(n_heads) if stored is None else stored.arrays
     columns = pages.longest + sum(k.count for k, _ in raw)
     seen = torch.empty(n_heads, columns) if mass else None
-    parts = (*raw, *[(_NO_PART, _NO_PART)] * (PARTS - len(raw)))
+    parts = (*raw, *[NO_PARTS] * (PARTS - len(raw)))
     _compiled()(
         q.float().contiguous().numpy(),
         scale,
         pages,
         tuple(k for k, _ in parts),
         tuple(v for _, v in parts),
+        slot,
         _none_selected(n_heads) if extras.selected is None else extras.selected.long().contiguous().numpy(),
         extras.chunk,
         extras.softcap or 0.0,
@@ -123,7 +130,7 @@ def _compiled() -> Callable[..., None]:
     try:
         parts, none = (_NO_PART,) * PARTS, _none_selected(1)
         query, out = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32)
-        attend(query, 1.0, _no_pages(1), parts, parts, none, 0, 0.0, _NONE, _NO_ROWS, _NO_ROWS, _NO_ROWS, out)
+        attend(query, 1.0, _no_pages(1), parts, parts, -1, none, 0, 0.0, _NONE, _NO_ROWS, _NO_ROWS, _NO_ROWS, out)
     finally:
         note.cancel()
     return attend

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from kvlab.kernels.shared_numba import FAST, LEAF, as_float, kept
-from kvlab.kernels.tiles_numba import aligned, by_token, dots, load_raw, load_stored, mix, padded
+from kvlab.kernels.tiles_numba import aligned, by_token, dots, load_raw, load_stored, mix, padded, store_raw
 
 # Numbers decoded at once, 16 KiB or a third of a first-level cache, and the fewest tokens that this may mean.
 TILE, LEAST = 4096, 16
@@ -228,6 +228,14 @@ def _score_stored(desk, n, spans, pages, width, drift, trig):
 
 
 @njit(**LEAF)
+def _keep(desk, n, raw, width, slot):
+    """The new token into place `slot` of the window, where it counts only later."""
+    _, window, new = raw
+    load_raw(new.kind, new.data, n * new.room, 1, width, desk.tile, padded(width))
+    store_raw(window.kind, desk.tile, window.data, n * window.room + slot, width)
+
+
+@njit(**LEAF)
 def _score_raw(desk, n, raw, width, column):
     """Logits of raw tokens from `column` on; returns where they end."""
     stride = padded(width)
@@ -287,10 +295,11 @@ def _report(desk, spans, read, longest, raw, mass):
 
 
 @kept
-def attend(q, scale, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits, drift, trig, mass, out):
+def attend(q, scale, pages, raw_k, raw_v, slot, selected, chunk, softcap, sink_logits, drift, trig, mass, out):
     """One query for each of H heads, `q` [H, D] before scaling; writes `out` [H, E] and, if it has rows, `mass`.
 
-    `raw_k` and `raw_v` are PARTS parts each. `selected` [N, S] are chunks to read, all where it has no column; `drift`
+    `raw_k` and `raw_v` are sinks, window and the new token, which is also put at `slot` of the window, if that is not
+    negative. `selected` [N, S] are chunks to read, all where it has no column; `drift`
     [H, D] and `trig` add a term that depends on the position to the logits of stored tokens. `mass` is [N, L + raw].
     """
     heads, (width_k, width_v) = pages.counts.shape[0], (q.shape[1], out.shape[1])
@@ -317,5 +326,8 @@ def attend(q, scale, pages, raw_k, raw_v, selected, chunk, softcap, sink_logits,
         for g in range(group):
             for d in range(width_v):
                 out[first + g, d] = desk.mixed[g * stride + d]
+        if slot >= 0:
+            _keep(desk, n, raw_k, width_k, slot)
+            _keep(desk, n, raw_v, width_v, slot)
         if mass.shape[0]:
             _report(desk, spans, read, pages.longest, raw, mass[n])

@@ -8,9 +8,9 @@ is zero. The branch for a format is taken once for a span and costs nothing.
 import numpy as np
 from numba import njit
 
-from kvlab.kernels.lanes_numba import HAS_HALVES, LANES, codes, fma, halves, load, prefetch, splat, store, store_sums
+from kvlab.kernels.lanes_numba import LANES, codes, fma, halves, load, prefetch, splat, store, store_sums
 from kvlab.kernels.rowwise_arrays import AFFINE, F16_RAW, F32_RAW, FP8
-from kvlab.kernels.shared_numba import FAST, LEAF, as_float, half
+from kvlab.kernels.shared_numba import FAST, HAS_HALVES, LEAF, as_float, bf16_bits, half, half_bits
 
 # Bytes between what is unpacked and what is asked for: the next span, where pages follow each other.
 AHEAD = 2048
@@ -166,6 +166,23 @@ def load_raw(kind, data, first, n, width, tile, stride):
         else:
             for d in range(width):
                 tile[dst + d] = as_float(np.uint32(words16[src + d]) << np.uint32(16))
+
+
+@njit(**LEAF)
+def store_raw(kind, tile, data, first, width):
+    """One token of `tile`, its first row, into place number `first` of `data`; too narrow a format saturates."""
+    at = first * width
+    if kind == F32_RAW:
+        words = data.view(np.float32)
+        for d in range(width):
+            words[at + d] = tile[d]
+        return
+    narrow = data.view(np.uint16)
+    most = np.float32(65504.0) if kind == F16_RAW else np.float32(3.3895314e38)
+    for d in range(width):
+        x = tile[d]
+        x = most if x > most else (-most if x < -most else x)
+        narrow[at + d] = half_bits(x) if kind == F16_RAW else bf16_bits(x)
 
 
 @njit(forceinline=True, **LEAF)

@@ -60,7 +60,7 @@ def test_what_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("numba", available, torch.device("cuda"))
     with pytest.raises(ValueError, match="CUDA or ROCm"):
         choose("triton", available, torch.device("mps"))
-    monkeypatch.setattr(dispatch, "_installed", lambda name: False)
+    monkeypatch.setattr(dispatch, "installed", lambda name: False)
     with pytest.raises(ValueError, match=r"pip install 'kvlab\[gpu\]'"):
         choose("triton", available)
     assert choose("auto", available, torch.device("cuda")) == "torch"
