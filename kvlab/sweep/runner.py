@@ -195,11 +195,7 @@ def _judge(plan: Plan, book: ScoreBook) -> confirm.Verdicts:
 def _document(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts) -> dict[str, Any]:
     session, space, describe = plan.session, plan.session.space, plan.describe(book)
     rows = [
-        {
-            "format": name,
-            **describe.judged(arm, verdicts.judged[arm.id], plan.items),
-            "tasks": _tasks(plan, book, arm),
-        }
+        {"format": name, **describe.judged(arm, verdicts.judged[arm.id], plan.items)}
         for name, arm in plan.arms.items()
         if arm.id in verdicts.judged
     ]

@@ -75,3 +75,25 @@ def test_a_search_over_rows_of_ones_own(capsys, mine: Path, tmp_path: Path) -> N
     # Nothing is left to do; and other sets would be another run.
     assert main(["--resume", result["run"], "--sets", "default", "--out", out, *ASKED]) == 2
     assert "contradicts the run" in capsys.readouterr().err
+
+
+def test_a_search_that_judges_decoded_answers(capsys, mine: Path, tmp_path: Path) -> None:
+    model, out = str(save_tiny(tmp_path / "model")), str(tmp_path / "runs")
+    mine.write_text(mine.read_text().replace("forced", 'metric = "contains"\nmax_new_tokens = 4\nforced'))
+    asked = ["--budget-gb", "900kB", "--model", model, "--sets", str(mine), "--trials", "8", "--out", out, "--generate"]
+    assert main([*asked, *ASKED]) == 2
+    assert "say how many with --items" in capsys.readouterr().err
+    assert main([*asked, "--items", "4", *ASKED]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = Run.open(result["run"]).rows()
+    assert set(rows[rows.role == "search"].form) == {"tokens"}
+    judged = rows[rows.role.isin(["confirm", "aa"])]
+    assert set(judged.form) == {"generate"}
+    assert judged.extracted.notna().all()
+    for finalist in result["finalists"]:
+        mine_rows = judged[(judged.config_id == finalist["config_id"]) & (judged.role == "confirm")]
+        failed = int((mine_rows.extracted == False).sum())  # noqa: E712 - a column
+        assert finalist["tasks"]["boxes"]["extraction_failures"] == failed
+        assert finalist["tasks"]["boxes"]["form"] == "generate"
+    (note,) = [n for n in result["notes"] if n.startswith("no answer could be read in: ")]
+    assert note.count(" of 4") == 1 + len(result["finalists"])
