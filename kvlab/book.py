@@ -42,6 +42,10 @@ class Scoring(Protocol):
     ) -> Iterator[ItemScore]: ...
 
 
+# Of a confirmation: a baseline and its repeat meet the same snapshots while these are still in memory.
+_ITEMS_AT_ONCE = 24
+
+
 class ScoreBook:
     """Rows of one run in memory and on disk. `role` tells apart passes over the same items: search, confirm, aa, ..."""
 
@@ -49,6 +53,8 @@ class ScoreBook:
         self, run: Run, subject: Scoring, stop: StopFlag, progress: Progress, memo: Memo | None = None
     ) -> None:
         self.run, self.subject, self.stop, self.progress, self.memo = run, subject, stop, progress, memo
+        # More where many processes hold them between them.
+        self.items_at_once: int = getattr(subject, "items_at_once", _ITEMS_AT_ONCE)
         self.rows: dict[Key, ItemScore] = {}
         self.failures: dict[str, str] = {}
         self.remembered = 0

@@ -14,8 +14,6 @@ from kvlab.evals.item import EvalSet, Item
 from kvlab.subject import BASELINE
 
 ROLE, AA_ROLE, REPLICATE_ROLE = "confirm", "aa", "replicate"
-# Baseline and its repeat meet the same snapshots while these are still in memory.
-_ITEMS_AT_ONCE = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,8 @@ def judge_arms(
 ) -> Verdicts:
     """Score baseline, control and `arms` on `items`, and judge every arm against the baseline, family by family."""
     configs = list(dict.fromkeys([BASELINE, control, *arms]))
-    for start in range(0, len(items), _ITEMS_AT_ONCE):
-        part = items.items[start : start + _ITEMS_AT_ONCE]
+    for start in range(0, len(items), book.items_at_once):
+        part = items.items[start : start + book.items_at_once]
         book.progress.at(f"{stage}: item {start + 1} of {len(items)}")
         book.ensure(ROLE, part, configs, persist=False)
         book.ensure(AA_ROLE, part, [BASELINE], persist=False, anew=True)

@@ -142,6 +142,8 @@ class SearchObjective:
 class SharedSubject:
     """Scores items by posting them and working beside all others until every row is there."""
 
+    items_at_once = ITEMS_AT_ONCE
+
     def __init__(self, subject: LocalSubject, board: Board, stop: StopFlag) -> None:
         self.subject, self.board, self.stop = subject, board, stop
         self.objective = SearchObjective(subject, (), board.me)
