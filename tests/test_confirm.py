@@ -296,11 +296,13 @@ def test_only_configs_that_seem_to_rise_get_a_second_slice(tmp_path) -> None:
         made.append(1)
         return SECOND
 
-    verdicts, book = judged(tmp_path, [LOSSLESS, LOSSY], _rise(12))
-    after = confirm.replicate_rises(book, FRESH, second, [LOSSY, LOSSLESS], verdicts)
-    assert {c.id: after.judged[c.id].verdict for c in (LOSSLESS, LOSSY)} == {LOSSLESS.id: "RISES", LOSSY.id: "HOLDS"}
-    assert {c for role, c, _ in book.rows if role == "replicate"} == {BASELINE.id, LOSSLESS.id}
-    assert made == [1]
+    arms = [LOSSY, LOSSLESS, OTHER]
+    rises = _rise(12)
+    verdicts, book = judged(tmp_path, arms, lambda c, i: rises(LOSSLESS if c == OTHER else c, i))
+    after = confirm.replicate_rises(book, FRESH, second, arms, verdicts)
+    assert [after.judged[c.id].verdict for c in arms] == ["HOLDS", "RISES", "RISES"]
+    assert {c for role, c, _ in book.rows if role == "replicate"} == {BASELINE.id, LOSSLESS.id, OTHER.id}
+    assert made == [1]  # one slice for both
     flat, book = judged(tmp_path / "flat", [LOSSLESS], _score())
     assert confirm.replicate_rises(book, FRESH, second, [LOSSLESS], flat) == flat
     assert made == [1]  # nothing to make where nothing seems to rise

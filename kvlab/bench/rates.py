@@ -18,8 +18,8 @@ from kvlab.stats import verdict
 
 Say = Callable[[str], None]
 # How many independent sequences, tables and bootstrap samples; chosen so that all of it takes about a minute.
-_TABLES, _ARMS, _RESAMPLED, _SEQUENCES = 20_000, 20_000, 1000, 4000
-_RESAMPLES = 1000
+_TABLES, _ARMS, _RESAMPLED, _SEQUENCES = 20_000, 20_000, 600, 4000
+_RESAMPLES = 600
 _MOST_ITEMS = 512  # beyond, sums over all tables take their time
 CLAIMS = "claims at the margin"
 # n, margin, discordance. The planned numbers of items and some that the normal quantile fails at.

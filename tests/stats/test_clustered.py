@@ -26,29 +26,33 @@ def test_bootstrap_agrees_with_scipy_at_the_widened_level():
 
 
 def test_no_end_is_nearer_than_that_of_the_score_interval():
-    """Whole clusters won or lost, as many as items of one size: the counts are those of right and wrong."""
+    """Three right/wrong items to a cluster: the bootstrap alone ends too near in a good part of such samples."""
     rng = np.random.default_rng(8)
+    nearer = 0
     for _ in range(20):
-        diffs = rng.choice([-0.4, 0.0, 0.4], size=50, p=[0.1, 0.8, 0.1])
-        b, c = int((diffs < 0).sum()), int((diffs > 0).sum())
-        low, high = cluster_bootstrap(diffs.tolist(), resamples=500)
-        score = tango_interval(b, c, 50)
-        assert low <= 0.4 * score[0] + 1e-9
-        assert high >= 0.4 * score[1] - 1e-9
+        own = rng.gamma([0.085, 0.035, 0.88], size=(99, 3))
+        counts = rng.multinomial(3, own / own.sum(axis=1, keepdims=True))
+        diffs, names = np.repeat(np.tile([-1.0, 1.0, 0.0], 99), counts.ravel()), np.repeat(np.arange(99), 3)
+        means = (counts[:, 1] - counts[:, 0]) / 3
+        size = (means**2).sum() / np.abs(means).sum()
+        b, c = -means[means < 0].sum() / size, means[means > 0].sum() / size
+        score = tango_interval(b, c, 99)
+        low, high = cluster_bootstrap(diffs.tolist(), names.tolist(), resamples=500)
+        assert low <= size * score[0] + 1e-9
+        assert high >= size * score[1] - 1e-9
+        plain = scipy_stats.bootstrap((means,), np.mean, confidence_level=0.9, n_resamples=500, rng=rng)
+        nearer += plain.confidence_interval.high < size * score[1] - 1e-3
+    assert nearer > 5
 
 
 def test_a_few_clusters_reach_as_far_as_students_t():
-    """For symmetric differences the widened percentile is the t interval, which a plain one falls short of."""
-    diffs = [x / 20 for x in (-3.0, -2, -1, -1, 0, 0, 1, 1, 2, 3)] * 2
-    centred = np.array(diffs)
-    half = scipy_stats.t.isf(0.05, 19) * centred.std(ddof=1) / math.sqrt(20)
-    reach = 1 - 0.05 ** (1 / 20)
-    assert reach > half  # silence is the wider one here: look under it with many clusters
-    many = (centred.tolist() * 40)[:800]
-    low, high = cluster_bootstrap(many, resamples=20_000)
-    half = scipy_stats.t.isf(0.05, 799) * centred.std(ddof=0) / math.sqrt(799)
-    assert high == pytest.approx(half, rel=0.04)
-    assert low == pytest.approx(-half, rel=0.04)
+    """Twelve symmetric differences: the plain percentile would be narrower by t against normal and 12 against 11."""
+    diffs = np.array([0.15, 0.3, 0.45, 0.6, 0.75, 0.9])
+    both = np.concatenate([diffs, -diffs])
+    low, high = cluster_bootstrap(both.tolist(), resamples=40_000)
+    half = scipy_stats.t.isf(0.05, 11) * both.std(ddof=1) / math.sqrt(12)
+    plain = scipy_stats.norm.isf(0.05) * both.std(ddof=0) / math.sqrt(12)
+    assert high - low > 2 * 0.95 * half > 2 * 1.06 * plain
 
 
 def test_clusters_widen_the_interval():

@@ -64,10 +64,13 @@ def test_the_interval_alone_is_not_enough():
     assert family.note == "the interval excludes a loss of the margin, the test does not (p = 0.069)"
     assert family.n_needed == 59
     assert judge_family(paired(59), 0.05, control_failed=True).verdict == "HOLDS"
-    # The same the other way round: 25 gains less than what would show a loss beyond ten points.
-    worse = judge_family(paired(25, b=7), 0.10, control_failed=True)
+    # The same the other way round: the interval shows a loss of more than ten points, the exact test does not.
+    worse = judge_family(paired(40, b=8), 0.10, control_failed=True)
     assert worse.high < -0.10
-    assert worse.verdict == ("WORSE" if unconditional_p(-tango_z(7, 0, 25, -0.1), 25, 0.1) <= 0.05 else "INCONCLUSIVE")
+    assert unconditional_p(tango_z(0, 8, 40, 0.10), 40, 0.10) == pytest.approx(0.0514, abs=5e-5)
+    assert worse.verdict == "INCONCLUSIVE"
+    assert worse.note == "measurably below the baseline, perhaps by less than the margin"
+    assert judge_family(paired(40, b=9), 0.10, control_failed=True).verdict == "WORSE"
 
 
 def test_rare_losses_behind_small_gains_are_no_rise():
