@@ -89,7 +89,7 @@ class Board:
         self._clock = clock
         self._waiting: list[FrozenTrial] = []
         self._running: list[FrozenTrial] = []
-        self._looked = -math.inf
+        self._looked = self._reaped = -math.inf
         self._order = random.Random(self.me)
         self._watched: dict[int, tuple[Any, float]] = {}
         self._lost: set[int] = set()
@@ -124,12 +124,13 @@ class Board:
 
     def filled(self) -> bool:
         """Wait for the process that made the study to post everything and seal it; False where it must have died."""
+        # Counting reads every trial, so it is done once in a lease only.
         count, since = -1, self._clock()
         while not self.sealed:
-            if (now := len(self.trials())) != count:
-                count, since = now, self._clock()
             if self._clock() - since >= self.lease_s:
-                return False
+                if (now := len(self.trials())) == count:
+                    return False
+                count, since = now, self._clock()
             time.sleep(0.1)
         return True
 
@@ -273,6 +274,10 @@ class Board:
         `at_once` takes every running unit for lost. A unit that was lost `MOST_ATTEMPTS` times fails for good.
         """
         now, running = self._clock(), self._running
+        if now - self._reaped > self.lease_s / 2:
+            # Away itself: on a machine that slept, the owners slept as well.
+            self._watched.clear()
+        self._reaped = now
         self._watched = {i: seen for i, seen in self._watched.items() if i in {t._trial_id for t in running}}
         given = []
         for trial in running:

@@ -54,6 +54,17 @@ class Steps:
         return Outcome(body.get("value", 1.0), body.get("violation"))
 
 
+def watched(board: Board, clock: Clock, seconds: float) -> list[int]:
+    """What a board gives back that looks again and again, until so much time has passed."""
+    until, given = clock.now + seconds, []
+    while True:
+        board.look()
+        given += board.reap()
+        if clock.now >= until:
+            return given
+        clock.now = min(until, clock.now + 2)
+
+
 def works(*bodies: dict[str, Any]) -> list[Work]:
     return [Work(key=b["name"], body=b) for b in bodies]
 
@@ -115,14 +126,8 @@ def test_a_silent_owner_loses_its_unit_after_a_whole_lease_and_its_pieces_stay(u
     unit = dead.claim()
     assert unit is not None
     dead.save(unit, address("x", "a"), "xa")
-    other.look()
-    assert other.reap() == []  # seen for the first time
-    clock.now += 9.9
-    other.look()
-    assert other.reap() == []
-    clock.now += 0.2
-    other.look()
-    assert other.reap() == [0]
+    assert watched(other, clock, 9.9) == []
+    assert watched(other, clock, 0.2) == [0]
     again = other.claim()
     assert again is not None
     assert (again.number, again.attempt, again.done) == (0, 2, {address("x", "a"): "xa"})
@@ -139,10 +144,8 @@ def test_an_owner_that_beats_keeps_its_unit_however_long_it_takes(url, name) -> 
     unit = alive.claim()
     assert unit is not None
     for beat in range(1, 12):
-        clock.now += 8
+        assert watched(other, clock, 8) == []
         assert alive.renew(unit, beat)
-        other.look()
-        assert other.reap() == []
 
 
 def test_a_trial_claimed_an_instant_ago_is_not_taken_for_the_owner_before(url, name, monkeypatch) -> None:
@@ -150,18 +153,14 @@ def test_a_trial_claimed_an_instant_ago_is_not_taken_for_the_owner_before(url, n
     one, two, watcher = (at(url, name, n, clock) for n in ("one", "two", "watcher"))
     one.post(works({"name": "x"}))
     one.claim()
-    watcher.look()
-    watcher.reap()
-    clock.now += 11
-    two.look()
-    two.reap()
-    clock.now += 11
-    two.look()
-    assert two.reap() == [0]
+    for _ in range(5):
+        assert watched(two, clock, 0) == watched(watcher, clock, 0) == []
+        clock.now += 2
+    clock.now += 0.1
+    assert watched(two, clock, 0) == [0]
     # `two` has the trial, but has not got round to writing its lease: what is seen of it is that of `one`.
-    two._start(two._waiting[0]._trial_id if two._waiting else watcher.trials()[0]._trial_id)
-    watcher.look()
-    assert watcher.reap() == []
+    assert two._start(only(two)._trial_id)
+    assert watched(watcher, clock, 0) == []
 
 
 def test_no_clocks_are_compared(url, name) -> None:
@@ -170,11 +169,22 @@ def test_no_clocks_are_compared(url, name) -> None:
     owner, watcher = at(url, name, "owner", fast), at(url, name, "watcher", slow)
     owner.post(works({"name": "x"}))
     owner.claim()
-    watcher.look()
-    watcher.reap()
+    watched(watcher, slow, 1)
     fast.now += 1e6
-    watcher.look()
-    assert watcher.reap() == []
+    assert watched(watcher, slow, 1) == []
+
+
+def test_who_slept_has_watched_nothing(url, name) -> None:
+    clock = Clock()
+    owner, watcher = at(url, name, "owner", clock), at(url, name, "watcher", clock)
+    owner.post(works({"name": "x"}))
+    unit = owner.claim()
+    assert unit is not None
+    assert watched(watcher, clock, 4) == []
+    clock.now += 3600  # the machine sleeps, the owner with it
+    assert watched(watcher, clock, 4) == []
+    assert owner.renew(unit, 1)
+    assert watched(watcher, clock, 8) == []
 
 
 def test_who_was_away_finds_its_unit_gone_and_changes_nothing(url, name) -> None:
@@ -187,11 +197,7 @@ def test_who_was_away_finds_its_unit_gone_and_changes_nothing(url, name) -> None
     def meanwhile(piece: str) -> None:
         """While `away` sleeps in piece b, the other takes the unit and ends it."""
         if piece == "b":
-            other.look()
-            other.reap()
-            clock.now += 11
-            other.look()
-            assert other.reap() == [0]
+            assert watched(other, clock, 11) == [0]
             taken = other.claim()
             assert taken is not None
             assert not away.renew(unit, 5)
@@ -212,10 +218,7 @@ def test_a_lost_unit_may_be_taken_up_again_by_whom_it_was_lost(url, name) -> Non
     unit = one.claim()
     assert unit is not None
     one.abandon(unit)
-    for _ in range(2):
-        other.look()
-        other.reap()
-        clock.now += 11
+    assert watched(other, clock, 11) == [0]
     again = one.claim()
     assert again is not None
     assert again.attempt == 2
@@ -230,11 +233,7 @@ def test_a_unit_that_kills_its_workers_fails_for_good(url, name) -> None:
         unit = one.claim()
         assert unit is not None
         assert unit.attempt == attempt
-        one.look()
-        one.reap()
-        clock.now += 11
-        one.look()
-        assert one.reap() == [0]
+        assert watched(one, clock, 11) == [0]
     trial = only(one)
     assert trial.state == TrialState.FAIL
     assert trial.user_attrs[REASON]["kind"] == "lost"

@@ -116,7 +116,7 @@ def test_sixteen_start_at_once_on_a_new_study_while_another_reads(url, fresh, tm
         reader = Board(storage, full)
         while workers.poll() is None:
             assert summary(reader)["failed"] == []
-            time.sleep(0.05)
+            time.sleep(0.2)
         said.seek(0)
         lines = said.read().splitlines()
     assert workers.returncode == 0, lines
