@@ -38,7 +38,7 @@ class Pinned:
             if all(x.is_contiguous() for x in pair):  # else the parts are copies, which see nothing written later
                 self._raw[name] = held
         k, v = held[1]
-        return k._replace(count=count), v._replace(count=count)
+        return rowwise_arrays.Part(*k[:3], count), rowwise_arrays.Part(*v[:3], count)
 
     def stored(self, config: LayerConfig, table: PageTable, first: int, dims: tuple[int, int]) -> Stored | None:
         """None while nothing is encoded. `first` is the position of the first token where none were evicted."""

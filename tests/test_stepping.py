@@ -97,8 +97,9 @@ def test_the_window_takes_a_token_as_attention_left_it(raw: str, strided: bool) 
             row._window = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in row._window)  # type: ignore[assignment]
         if step:
             before = [x.clone() for x in row.window()]
-            row.attend(q, k, v, SCALE, observe=False, impl="numba")
-            row.attend(q, k, v, SCALE, impl="numba")
+            row.attend(q, k + 1, v + 1, SCALE, observe=False, impl="numba")  # only looked at
+            if step % 3:  # else taken in without a look
+                row.attend(q, k, v, SCALE, impl="numba")
             assert all(torch.equal(a, b) for a, b in zip(before, row.window(), strict=True))
         row.commit(k, v)
         taken.append((k, v))

@@ -43,6 +43,13 @@ def _place(context, builder, array_type, array, at, as_type):
     return builder.bitcast(builder.gep(held.data, [at]), as_type.as_pointer())
 
 
+def _bytes(context, builder, array_type, array, at):
+    """Sixteen bytes, each a word."""
+    packed = builder.load(_place(context, builder, array_type, array, at, ir.VectorType(_BYTE, LANES)))
+    packed.align = 1
+    return builder.zext(packed, _WORDS)
+
+
 def _constant(type_, values):
     return ir.Constant(type_, list(values))
 
@@ -102,10 +109,7 @@ def codes(typingctx, array, at, shift, mask):
     """(array[at : at + 16] >> shift) & mask as floats; the array is of bytes."""
 
     def generate(context, builder, signature, args):
-        place = _place(context, builder, signature.args[0], args[0], args[1], ir.VectorType(_BYTE, LANES))
-        packed = builder.load(place)
-        packed.align = 1
-        words = builder.zext(packed, _WORDS)
+        words = _bytes(context, builder, signature.args[0], args[0], args[1])
         shifts, masks = (_splat(builder, builder.trunc(x, _WORD), _WORDS) for x in args[2:])
         return builder.sitofp(builder.and_(builder.lshr(words, shifts), masks), _FLOATS)
 
@@ -144,6 +148,42 @@ def halves(typingctx, array, at):
         packed = builder.load(_place(context, builder, signature.args[0], args[0], args[1], _HALVES))
         packed.align = 2
         return builder.fpext(packed, _FLOATS)
+
+    return lanes(array, types.intp), generate
+
+
+def _wide(builder, halves_as_words):
+    """Words, the low halves of which are fp16, as float32."""
+    narrow = builder.trunc(halves_as_words, ir.VectorType(ir.IntType(16), LANES))
+    return builder.fpext(builder.bitcast(narrow, _HALVES), _FLOATS)
+
+
+def _all(x):
+    return _constant(_WORDS, [x] * LANES)
+
+
+@intrinsic
+def e5m2(typingctx, array, at):
+    """array[at : at + 16], bytes, as the fp8 they are: the upper bytes of fp16. Only where HAS_HALVES."""
+
+    def generate(context, builder, signature, args):
+        words = _bytes(context, builder, signature.args[0], args[0], args[1])
+        return _wide(builder, builder.shl(words, _all(8)))
+
+    return lanes(array, types.intp), generate
+
+
+@intrinsic
+def e4m3(typingctx, array, at):
+    """array[at : at + 16], bytes, as the fp8 they are: fp16 with an exponent 8 too small. Only where HAS_HALVES."""
+
+    def generate(context, builder, signature, args):
+        words = _bytes(context, builder, signature.args[0], args[0], args[1])
+        sign, magnitude = builder.and_(words, _all(0x80)), builder.and_(words, _all(0x7F))
+        bits = builder.or_(builder.shl(sign, _all(8)), builder.shl(magnitude, _all(7)))
+        scaled = builder.fmul(_wide(builder, bits), _constant(_FLOATS, [256.0] * LANES))
+        unknown = builder.icmp_unsigned("==", magnitude, _all(0x7F))
+        return builder.select(unknown, _constant(_FLOATS, [float("nan")] * LANES), scaled)
 
     return lanes(array, types.intp), generate
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlab.kernels.formats import FP8_DTYPES, Format, static_scale
 from kvlab.kernels.rowwise import Extras, Stored
 
-F32_RAW, F16_RAW, BF16_RAW, FP8, AFFINE = range(5)
+F32_RAW, F16_RAW, BF16_RAW, E4M3, E5M2, AFFINE = range(6)
 
 
 class Part(NamedTuple):
@@ -67,6 +67,7 @@ class Pages(NamedTuple):
 PATIENCE = 2.0
 _LOG = logging.getLogger(__name__)
 PARTS = 3  # of raw tokens: sinks, window, new
+_FP8_KINDS = {"e4m3": E4M3, "e5m2": E5M2}
 _KINDS = {torch.float32: F32_RAW, torch.float16: F16_RAW, torch.bfloat16: BF16_RAW}
 # What stands for an array that a format, or a call, does without.
 _NONE = np.empty(0, np.float32)
@@ -196,7 +197,19 @@ def _bytes_of(streams: Mapping[str, Tensor], fmt: Format, heads: int) -> Bytes:
         signs = _NO_SIGNS if fmt.exponents else streams["exponent"].flatten().numpy()
         scales = _head_scales(fmt, heads) if fmt.exponents else _NONE
         return Bytes(
-            FP8, 8, 1, False, 0.0, fmt.hadamard, size, codes, _NO_WORDS, _NO_WORDS, signs, scales, _table(fmt.fp8)
+            _FP8_KINDS[fmt.fp8],
+            8,
+            1,
+            False,
+            0.0,
+            fmt.hadamard,
+            size,
+            codes,
+            _NO_WORDS,
+            _NO_WORDS,
+            signs,
+            scales,
+            _table(fmt.fp8),
         )
     scale, zero = _flat_bits(streams["scale"]), _NO_WORDS
     if fmt.mode == "asymmetric":

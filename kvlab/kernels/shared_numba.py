@@ -1,6 +1,7 @@
 """What CPU kernels compiled by numba share: how they are compiled, where they are kept, fp16 bits as float32.
 
-numba notices a change of the file a kernel is in, not of this one: after a change here, delete the kept results.
+numba notices a change of the file a kernel is in, not of those it takes from: after a change here, or of tiles and
+lanes, delete the kept results (`*.nbi` in `__pycache__`).
 """
 
 import logging

@@ -8,8 +8,8 @@ is zero. The branch for a format is taken once for a span and costs nothing.
 import numpy as np
 from numba import njit
 
-from kvlab.kernels.lanes_numba import LANES, codes, fma, halves, load, prefetch, splat, store, store_sums
-from kvlab.kernels.rowwise_arrays import AFFINE, F16_RAW, F32_RAW, FP8
+from kvlab.kernels.lanes_numba import LANES, codes, e4m3, e5m2, fma, halves, load, prefetch, splat, store, store_sums
+from kvlab.kernels.rowwise_arrays import AFFINE, E4M3, E5M2, F16_RAW, F32_RAW
 from kvlab.kernels.shared_numba import FAST, HAS_HALVES, LEAF, as_float, bf16_bits, half, half_bits
 
 # Bytes between what is unpacked and what is asked for: the next span, where pages follow each other.
@@ -137,15 +137,24 @@ def _load_affine(stream, row, n, page_tokens, width, tile, stride, steps, shifts
 
 
 @njit(**LEAF)
-def _load_fp8(codes_, row, n, exponent, scale, table, width, tile, stride, steps, shifts):
+def _load_fp8(kind, bytes_, row, n, exponent, scale, table, width, tile, stride, steps, shifts):
+    """Values before scaling; `table` says what each byte means."""
+    whole = width // LANES * LANES if HAS_HALVES else 0
     for t in range(n):
         step = scale
         if exponent.shape[0]:
             step = as_float(np.uint32(np.int32(exponent[row + t]) + np.int32(127)) << np.uint32(23))
         steps[t], shifts[t] = step, np.float32(0.0)
         src, dst = (row + t) * width, t * stride
-        for d in range(width):
-            tile[dst + d] = table[codes_[src + d]]
+        prefetch(bytes_, src + AHEAD)
+        if kind == E4M3:
+            for d in range(0, whole, LANES):
+                store(tile, dst + d, e4m3(bytes_, src + d))
+        else:
+            for d in range(0, whole, LANES):
+                store(tile, dst + d, e5m2(bytes_, src + d))
+        for d in range(whole, width):
+            tile[dst + d] = table[bytes_[src + d]]
 
 
 @njit(**LEAF)
@@ -188,7 +197,11 @@ def store_raw(kind, tile, data, first, width):
 @njit(forceinline=True, **LEAF)
 def by_token(stream, width):
     """Whether a token has one step and shift, which `load_stored` then leaves for logits and probabilities."""
-    return stream.kind == FP8 or (stream.kind == AFFINE and not stream.by_channel and stream.group == width)
+    return (
+        stream.kind == E4M3
+        or stream.kind == E5M2
+        or (stream.kind == AFFINE and not stream.by_channel and stream.group == width)
+    )
 
 
 # Inlined: a stream is a dozen arrays, too many to hand over for every span.
@@ -197,9 +210,10 @@ def load_stored(stream, head, row, n, page_tokens, width, tile, stride, steps, s
     """Values of the tokens in rows `row`, `row` + 1, ... into `tile`; see `by_token`."""
     if stream.kind == AFFINE:
         _load_affine(stream, row, n, page_tokens, width, tile, stride, steps, shifts)
-    elif stream.kind == FP8:
+    elif stream.kind == E4M3 or stream.kind == E5M2:
         scale = np.float32(1.0) if stream.exponent.shape[0] else stream.head_scale[head]
-        _load_fp8(stream.data, row, n, stream.exponent, scale, stream.table, width, tile, stride, steps, shifts)
+        more = stream.exponent, scale, stream.table
+        _load_fp8(stream.kind, stream.data, row, n, *more, width, tile, stride, steps, shifts)
     else:
         load_raw(stream.kind, stream.data, row, n, width, tile, stride)
 
