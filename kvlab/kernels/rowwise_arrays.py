@@ -196,21 +196,9 @@ def _bytes_of(streams: Mapping[str, Tensor], fmt: Format, heads: int) -> Bytes:
     if fmt.kind == "fp8":
         signs = _NO_SIGNS if fmt.exponents else streams["exponent"].flatten().numpy()
         scales = _head_scales(fmt, heads) if fmt.exponents else _NONE
-        return Bytes(
-            _FP8_KINDS[fmt.fp8],
-            8,
-            1,
-            False,
-            0.0,
-            fmt.hadamard,
-            size,
-            codes,
-            _NO_WORDS,
-            _NO_WORDS,
-            signs,
-            scales,
-            _table(fmt.fp8),
-        )
+        more = signs, scales, _table(fmt.fp8)
+        kind = _FP8_KINDS[fmt.fp8]
+        return Bytes(kind, 8, 1, False, 0.0, fmt.hadamard, size, codes, _NO_WORDS, _NO_WORDS, *more)
     scale, zero = _flat_bits(streams["scale"]), _NO_WORDS
     if fmt.mode == "asymmetric":
         zero = _flat_bits(streams["zero"])
