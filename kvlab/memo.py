@@ -39,16 +39,16 @@ def code_version(package: Path | None = None) -> str:
 
 
 class Memo:
-    """Scores of one context. `facts` are what scores depend on; any difference in them is another context."""
+    """Scores of one context. `facts` are what scores depend on; any difference in them is another context. Nothing is
+    written before there is a score to keep.
+    """
 
     def __init__(self, root: Path, facts: Mapping[str, Any], *, limit_bytes: int = LIMIT_BYTES) -> None:
-        text = json.dumps({"schema": SCHEMA, **facts}, sort_keys=True, allow_nan=False)
-        self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:24]
+        self._facts = json.dumps({"schema": SCHEMA, **facts}, sort_keys=True, allow_nan=False)
+        self.folder = root / hashlib.sha256(self._facts.encode()).hexdigest()[:24]
         self.damaged = 0
+        self._limit_bytes = limit_bytes
         self._held: dict[str, dict[str, tuple[ItemScore, str]]] = {}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "facts.json").write_text(text + "\n", encoding="utf-8")
-        _trim(self.folder, limit_bytes)
 
     def get(self, config_id: str, item: Item) -> tuple[ItemScore, str] | None:
         """The row of this config on an item of exactly this content, and the run that scored it; None if unknown."""
@@ -69,6 +69,8 @@ class Memo:
                 held[key(item)] = row, run
             body = json.dumps({"item": key(item), "run": run, "row": dataclasses.asdict(row)}, allow_nan=False)
             by_config.setdefault(row.config_id, []).append(f"{_check(body)} {body}\n")
+        if by_config and not (self.folder / "facts.json").exists():
+            self._begin()
         for config_id, lines in by_config.items():
             # A line that a kill cut short must not spoil the one after it.
             data = ("\n" + "".join(lines)).encode()
@@ -78,6 +80,12 @@ class Memo:
             finally:
                 os.close(place)
 
+    def _begin(self) -> None:
+        """A folder of its own, which says what it is for; contexts unused for longest make room."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "facts.json").write_text(self._facts + "\n", encoding="utf-8")
+        _trim(self.folder, self._limit_bytes)
+
     def _path(self, config_id: str) -> Path:
         return self.folder / f"{config_id}.jsonl"
 
@@ -85,6 +93,7 @@ class Memo:
         path, found = self._path(config_id), {}
         if not path.exists():
             return found
+        os.utime(self.folder)
         for line in path.read_bytes().decode("utf-8", errors="replace").split("\n"):
             if not line:
                 continue
@@ -110,8 +119,7 @@ def _check(body: str) -> str:
 
 
 def _trim(own: Path, limit_bytes: int) -> None:
-    """Drop other contexts, the longest unused first, until all fit the limit. `own` is marked as used now."""
-    os.utime(own)
+    """Drop other contexts, the longest unused first, until all fit the limit."""
     others = sorted((p for p in own.parent.iterdir() if p.is_dir() and p != own), key=lambda p: p.stat().st_mtime)
     total = sum(f.stat().st_size for f in own.parent.rglob("*") if f.is_file())
     for folder in others:

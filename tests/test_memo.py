@@ -199,20 +199,28 @@ def test_several_processes_write_one_memo(tmp_path) -> None:
 
 
 def test_contexts_unused_for_longest_make_room(tmp_path) -> None:
-    folders = []
-    for n in range(4):
-        memo = _memo(tmp_path, code=str(n))
-        memo.put([(ITEMS[0], row) for row in StandIn(SHAPE, harmed).score(ITEMS[:1], CONFIGS)], "run")
-        os.utime(memo.folder, (n + 1, n + 1))
-        folders.append(memo.folder)
+    rows = list(StandIn(SHAPE, harmed).score(ITEMS[:1], CONFIGS))
+
+    def kept(code: str, limit_bytes: int = 1 << 30) -> Path:
+        memo = Memo(tmp_path / "scores", FACTS | {"code": code}, limit_bytes=limit_bytes)
+        memo.put([(ITEMS[0], row) for row in rows], "run")
+        return memo.folder
+
+    folders = [kept(str(n)) for n in range(4)]
+    for n, folder in enumerate(folders):
+        os.utime(folder, (n + 1, n + 1))
+    assert _memo(tmp_path, code="0").get(BASELINE.id, ITEMS[0]) is not None  # used now, and so the last to go
     one = sum(f.stat().st_size for f in folders[0].iterdir())
-    again = Memo(tmp_path / "scores", FACTS | {"code": "0"}, limit_bytes=int(2.5 * one))
-    assert again.get(BASELINE.id, ITEMS[0]) is not None  # its own context stays, however old
-    assert [f.exists() for f in folders] == [True, False, False, True]
+    folders.append(kept("4", limit_bytes=int(2.5 * one)))
+    assert [f.exists() for f in folders] == [True, False, False, True, True]
 
 
-def test_the_facts_lie_beside_the_scores(tmp_path) -> None:
+def test_the_facts_lie_beside_the_scores_and_nothing_is_written_without_one(tmp_path) -> None:
     memo = _memo(tmp_path, code="abc")
+    assert memo.get(BASELINE.id, ITEMS[0]) is None
+    memo.put([], "run")
+    assert not (tmp_path / "scores").exists()
+    memo.put([(ITEMS[0], row) for row in StandIn(SHAPE, harmed).score(ITEMS[:1], CONFIGS)], "run")
     assert json.loads((memo.folder / "facts.json").read_text()) == FACTS | {"schema": 1, "code": "abc"}
 
 

@@ -190,6 +190,7 @@ def dry_run(session: Session) -> dict[str, Any]:
         "raw_workload_bytes": space.workload.bytes(session.raw, space.shape),
         "anchors": describe,
         "sizes": dataclasses.asdict(sizes),
+        "layer_rows": session.layer_rows(sizes.layer_items),
         "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
         "speed": {k: round(v, 4) for k, v in dataclasses.asdict(speed).items()},
         "threads": threads,

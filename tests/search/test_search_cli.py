@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from kvlab.config import KVConfig
 from kvlab.runs import Run
 from kvlab.search.__main__ import main
@@ -86,7 +88,8 @@ def test_prefills_equal_distinct_items(finished) -> None:
     assert counters["corrupt_snapshots"] == 0
     assert not rows.duplicated(ROW).any()
     assert (rows.measured_bytes == rows.predicted_bytes).all()
-    assert set(rows.role) == {"search", "confirm", "aa"}
+    assert set(rows.role) == {"layers", "search", "confirm", "aa"}
+    assert counters["remembered"] == 0  # the first run of this model
     assert finished.result["controls"]["aa"] == {"n": 12, "flips": 0}
 
 
@@ -129,7 +132,8 @@ def test_dry_run_shows_the_plan_and_writes_no_run(tiny, place, capsys) -> None:
     assert code == 0
     assert err == ""
     assert plan["schema"] == "kvlab.search.plan/1"
-    assert plan["sizes"] == {"search_items": 15, "trials": 7, "confirm_items": 30}
+    assert plan["sizes"] == {"search_items": 15, "trials": 7, "confirm_items": 30, "layer_items": 2}
+    assert plan["layer_rows"] == 2 * 8 * 2 * 3  # layers, formats of K and V, items, families
     assert plan["margin"]["value_points"] == 10
     assert plan["estimated_s"] > 0
     assert {n: a["feasible"] for n, a in plan["anchors"].items()} == {
@@ -146,8 +150,45 @@ def test_dry_run_shows_the_plan_and_writes_no_run(tiny, place, capsys) -> None:
     assert main(flags) == 0  # for people
     text = capsys.readouterr().out
     assert "budget 900 kB; uncompressed 16 bit needs 2.1 MB" in text
+    assert "tell layers apart on 2 items per family: 96 scores not known yet" in text
     assert "search 7 trials on up to 15 items per family, then confirm on 30 fresh ones; margin 10 points" in text
     assert not (place / "runs").exists()
+
+
+def test_the_same_search_again_scores_only_what_must_be_real(tiny, place, capsys) -> None:
+    flags = ["--model", str(tiny), "--budget-gb", "900kB", *SMALL]
+    _, first, _ = _in_process(capsys, *flags)
+    code, second, _ = _in_process(capsys, *flags)
+    assert code == 0
+    aa = 2  # the baseline once more on every confirmation item
+    assert first["counters"]["remembered"] == 0
+    # The earlier winner, where there is one, starts the second race; nothing held here.
+    assert second["counters"]["remembered"] == second["counters"]["item_scores"] - aa
+    assert [(f["config_id"], f["families"]) for f in second["finalists"]] == [
+        (f["config_id"], f["families"]) for f in first["finalists"]
+    ]
+    assert second["sensitivity"] == first["sensitivity"]
+    runs = [Run.open(second["run"]), Run.open(first["run"])]
+    rows = runs[0].rows()
+    assert set(rows[rows.role != "aa"].scored_in) == {runs[1].path.name}
+    assert rows[rows.role == "aa"].scored_in.isna().all()
+    _, third, _ = _in_process(capsys, *flags, "--no-memo")
+    assert third["counters"]["remembered"] == 0
+
+
+@pytest.mark.parametrize("mode", ["map", "smallest"])
+def test_other_modes_run_on_a_model(tiny, place, capsys, mode) -> None:
+    flags = ["--model", str(tiny), "--budget-gb", "1MB", "--mode", mode, "--families", "math", *WORK]
+    code, result, _ = _in_process(capsys, *flags, "--items", "2", "--trials", "14")
+    assert code == 0
+    assert result["goal"] == mode
+    assert result["front"]
+    assert all(f["workload_bytes"] <= 10**6 for f in (*result["front"], *result["finalists"]))
+    assert any(t["label"].startswith("mixed ") for t in result["trials"])
+    assert result["sensitivity"]["kl"]["K"]
+    sizes = [f["workload_bytes"] for f in result["finalists"]]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert result["verdict"] == "INSENSITIVE"  # a random model knows no answer
 
 
 def test_a_budget_that_nothing_fits_exits_3_with_the_nearest_misses(tiny, place, capsys) -> None:

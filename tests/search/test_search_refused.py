@@ -50,6 +50,8 @@ def _refused(capsys: Any, *flags: str) -> str:
         (["--budget-gb", "6", "--items", "1"], "--items must be at least 2, got 1"),
         (["--budget-gb", "6", "--trials", "0"], "--trials must be at least 1, got 0"),
         (["--budget-gb", "6", "--minutes", "nan"], "--minutes must be a positive number, got nan"),
+        (["--budget-gb", "6", "--mode", "smalest"], "did you mean 'smallest'?"),
+        (["--budget-gb", "6", "--layers", "each"], "--layers: unknown layers 'each'"),
         (["--budget-gb", "6", "--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--budget-gb", "6", "--model", "smollm2-135n"], "did you mean 'smollm2-135m'?"),
         (["--budget-gb", "6", "--model", "./nowhere"], "check the path"),
@@ -102,6 +104,8 @@ def _copied(finished: Any, place: Path, change: Callable[[dict[str, Any]], None]
         (["--context", "8192"], "context: this run has 4096, asked for 8192"),
         (["--families", "math"], "families: this run has ('retrieval', 'math', 'code'), asked for ('math',)"),
         (["--seed", "4"], "seed: this run has 3, asked for 4"),
+        (["--mode", "map"], "mode: this run has best, asked for map"),
+        (["--layers", "uniform"], "layers: this run has auto, asked for uniform"),
     ],
 )
 def test_flags_that_contradict_the_run_are_refused(finished, place, capsys, flags, says) -> None:

@@ -1,5 +1,6 @@
 """Budgets as people write them, sizes as they are read back, workloads and run sizes from measured speed."""
 
+import dataclasses
 import math
 
 import pytest
@@ -117,6 +118,8 @@ def test_an_empty_workload_is_refused(context, concurrency, name) -> None:
         ({"minutes": 0.0}, "--minutes must be a positive number, got 0.0"),
         ({"minutes": math.nan}, "--minutes must be a positive number, got nan"),
         ({"minutes": math.inf}, "--minutes must be a positive number, got inf"),
+        ({"mode": "maps"}, "did you mean 'map'"),
+        ({"layers": "no"}, "--layers: unknown layers 'no'"),
         ({"families": ()}, "--families needs at least one"),
         ({"families": ("maths",)}, "did you mean 'math'"),
         ({"families": ("math", "math")}, "twice"),
@@ -147,6 +150,40 @@ def test_planned_time_is_about_the_minutes_where_the_least_run_allows(speed, min
     assert sizes.seconds(speed, 3, 5) <= 1.35 * max(60 * minutes, least)
     assert sizes.confirm_items >= 29
     assert sizes.trials >= 8
+
+
+def _rows(n: int) -> int:
+    """240 configs on n items of three families."""
+    return 720 * n
+
+
+@pytest.mark.parametrize(("row_s", "items"), [(0.01, 2), (0.024, 2), (0.026, 1), (0.057, 1), (0.12, 1), (0.13, 0)])
+def test_layers_are_told_apart_where_a_quarter_of_the_time_is_enough(row_s, items) -> None:
+    speed = Speed(0.4, row_s)
+    sizes = fit(6, speed, 3, 5, layer_rows=_rows)
+    assert sizes.layer_items == items
+    assert _rows(items) * row_s <= 90
+    plain = fit(6, speed, 3, 5)
+    assert plain.layer_items == 0
+    # What is spent on layers is taken from the other stages.
+    rest = [s.seconds(speed, 3, 5) for s in (sizes, plain)]
+    assert rest[0] <= rest[1] + 1 or sizes.confirm_items == plain.confirm_items == 29
+    assert sizes.confirm_items <= plain.confirm_items
+    assert sizes.seconds(speed, 3, 5, layer_rows=_rows) <= 1.35 * 360 or sizes.confirm_items == 29
+
+
+def test_layers_that_are_known_cost_nothing_and_are_not_measured_on_more() -> None:
+    slow = Speed(1.0, 0.3)
+    assert fit(6, slow, 3, 5, layer_rows=lambda n: 0 if n == 1 else 720).layer_items == 1
+    assert fit(6, slow, 3, 5, layer_rows=lambda n: 0) == dataclasses.replace(fit(6, slow, 3, 5), layer_items=2)
+    assert fit(6, Speed(0.1, 0.001), 3, 5, layer_rows=lambda n: 0 if n == 1 else 720).layer_items == 1
+
+
+def test_more_arms_and_longer_trials_leave_less_for_each() -> None:
+    speed = Speed(0.4, 0.057)
+    usual, front = fit(20, speed, 3, 5), fit(20, speed, 3, 5, arms=10, seen=0.75)
+    assert front.confirm_items < usual.confirm_items
+    assert front.trials < usual.trials
 
 
 def test_a_slow_machine_still_gets_enough_items_for_a_verdict() -> None:
