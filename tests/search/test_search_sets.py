@@ -9,7 +9,7 @@ from tiny_folder import save_tiny
 from kvlab.runs import Run
 from kvlab.search.__main__ import main
 
-ASKED = ["--context", "4096", "--concurrency", "1", "--quiet", "--json"]
+ASKED = ["--context", "4096", "--concurrency", "1", "--quiet", "--json", "--no-memo"]
 
 
 @pytest.fixture
