@@ -11,13 +11,17 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pandas
 import torch
 from scipy.special import ndtr
 
 from kvlab import confirm, stats
-from kvlab.book import ScoreBook
+from kvlab.book import ScoreBook, StopFlag
 from kvlab.config import KVConfig
 from kvlab.evals.item import FAMILIES, EvalSet, Item
 from kvlab.evals.subject import ItemScore
@@ -78,13 +82,15 @@ class Outcome:
 
 
 class SimulatedBook(ScoreBook):
-    """A book that draws scores instead of asking a model. Scores depend on the seed, the config and the item only."""
+    """A book that draws scores instead of asking a model, and keeps them in memory only.
+
+    Scores depend on the seed, the config and the item, not on what was asked before.
+    """
 
     def __init__(self, world: World, seed: Sequence[int]) -> None:
+        nowhere: Any = SimpleNamespace(path=Path("nowhere"), status={}, rows=pandas.DataFrame)
+        super().__init__(nowhere, None, StopFlag(), Progress(1, quiet=True))  # type: ignore[arg-type]
         self.world, self.seed = world, tuple(seed)
-        self.rows = {}
-        self.failures = {}
-        self.progress = Progress(1, quiet=True)
         self._drawn: dict[tuple[str, str, str], tuple[np.ndarray, np.ndarray]] = {}
 
     def ensure(
