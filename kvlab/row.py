@@ -192,7 +192,7 @@ class Row:
             if observe and self.rotary is not None:
                 return out, self.observed_queries(q, scale)
             if tracked and weights is None:
-                return out, all_read(*k.shape[:2], n_queries - 1, k.device)
+                return out, all_read(k.shape[0], k.shape[1], n_queries - 1, k.device)
             return out, None if weights is None else prompt_mass(q, k, scale, weights, softcap, sink_logits)
         # Compiled code has no gradient: where one is wanted, torch attends.
         lone = n_queries == 1 and not (q.requires_grad or k.requires_grad or v.requires_grad)
