@@ -73,7 +73,7 @@ def test_the_document_says_what_was_judged(run, config):
     assert [c["format"] for c in result["configs"]] == ["raw", "int8"]
     assert result["budget_bytes"] == 6_000_000_000
     assert result["margin"]["value_points"] == 10
-    assert "25" in result["margin"]["rule"]
+    assert "29" in result["margin"]["rule"]
     # a random model answers nothing: no verdict on any format may come of that
     assert {c["verdict"] for c in result["configs"]} == {"INSENSITIVE"}
     assert (result["verdict"], result["winner"]) == ("INSENSITIVE", None)
