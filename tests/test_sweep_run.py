@@ -81,7 +81,8 @@ def test_the_document_says_what_was_judged(run, config):
     assert result["controls"]["positive"]["families"]["math"]["failed"] is False
     # the full cache, its repeat, the control and two formats: four items prefilled once
     assert result["counters"] == {
-        "items": 4, "prefills": 4, "configs_scored": 4, "item_scores": 20, "corrupt_snapshots": 0,
+        "items": 4, "prefills": 4, "configs_scored": 4, "item_scores": 20, "remembered": 0,
+        "corrupt_snapshots": 0,
     }  # fmt: skip
     for row in result["configs"]:
         assert row["measured_bytes"] == row["predicted_bytes"]
