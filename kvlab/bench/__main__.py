@@ -69,8 +69,8 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storages", type=_storages, help="journal, postgresql or both: a server is started for it")
     parser.add_argument("--counts", type=_contexts, help="how many workers, such as 1,4,16,64")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long a trial sleeps (2)")
-    parser.add_argument("--each", type=_positive, default=4, help="trials for each worker (4)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long a trial sleeps (10)")
+    parser.add_argument("--each", type=_positive, default=3, help="trials for each worker (3)")
 
 
 def _storages(text: str) -> tuple[str, ...]:
