@@ -209,7 +209,11 @@ def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
         print(f"  {name:<8} {human(row['workload_bytes']):>9}  {fits}  {row['label']}")
     s, m = plan["sizes"], plan["margin"]
     if s["layer_items"]:
-        print(f"tell layers apart on {s['layer_items']} items per family: {plan['layer_rows']} scores not known yet")
+        print(
+            f"tell layers apart on {s['layer_items']} items per family, {s['layer_formats']} formats of K and V: ",
+            end="",
+        )
+        print(f"{plan['layer_rows']} scores not known yet")
     print(f"search {s['trials']} trials on up to {s['search_items']} items per family, then confirm on ", end="")
     print(f"{s['confirm_items']} fresh ones; margin {m['value_points']:g} points: {m['rule']}")
     print(f"about {plan['estimated_s']} s")

@@ -85,13 +85,15 @@ class Session:
         raw = self.space.workload.bytes(self.raw, self.space.shape)
         return document.notes(self.loaded, self.space.workload, raw, self.space.budget, context_used)
 
-    def layer_rows(self, items: int) -> int | None:
-        """Scores still needed to tell layers apart on so many items of each family; None where it is not asked for."""
+    def layer_rows(self, items: int, depth: int) -> int | None:
+        """Scores still needed to tell layers apart on so many items of each family, in so many formats of each stream;
+        None where it is not asked for.
+        """
         layers = self.space.shape.compressed
         if self.request.layers == "uniform" or len(layers) < 2:
             return None
-        probes = self.space.formats().probes(layers)
-        asked = self.items("search", max(items, 1)).items if items else ()
+        asked = self.items("search", items).items if items else ()
+        probes = self.space.formats().probes(layers, depth)
         return sum(self.memo is None or self.memo.get(c.id, i) is None for c in probes for i in asked)
 
     @staticmethod
@@ -190,7 +192,7 @@ def dry_run(session: Session) -> dict[str, Any]:
         "raw_workload_bytes": space.workload.bytes(session.raw, space.shape),
         "anchors": describe,
         "sizes": dataclasses.asdict(sizes),
-        "layer_rows": session.layer_rows(sizes.layer_items),
+        "layer_rows": session.layer_rows(sizes.layer_items, sizes.layer_formats),
         "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
         "speed": {k: round(v, 4) for k, v in dataclasses.asdict(speed).items()},
         "threads": threads,
@@ -307,7 +309,8 @@ def execute(
 
 def _planned_rows(session: Session, sizes: Sizes) -> int:
     families, costs = len(session.request.families), _costs(session)
-    layers = len(session.space.formats().probes(session.space.shape.compressed)) * families * sizes.layer_items
+    probes = session.space.formats().probes(session.space.shape.compressed, sizes.layer_formats)
+    layers = len(probes) * families * sizes.layer_items
     search = families * sizes.search_items * (len(session.space.anchors()) + 1)
     trials = round(sizes.trials * families * sizes.search_items * costs["seen"])
     return layers + search + trials + families * sizes.confirm_items * costs["arms"]

@@ -5,9 +5,10 @@ budget has its answer. Knows numbers only.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +45,22 @@ class Front:
     def __init__(self, layers: Sequence[Sequence[Option]]) -> None:
         if not layers or not all(layers):
             raise ValueError("every layer needs at least one option to choose from")
-        sums: list[tuple[int, float]] = [(0, 0.0)]
-        self._steps: list[list[tuple[int, int]]] = []  # of each layer: the sum it came from, and the option taken
+        self._bytes, self._damage = np.zeros(1, np.int64), np.zeros(1)
+        self._steps: list[np.ndarray] = []  # of each layer [kept, 2]: the sum it came from, and the option taken
         for options in layers:
-            taken = [
-                (size + o.bytes, harm + o.damage, before, n)
-                for before, (size, harm) in enumerate(sums)
-                for n, o in enumerate(options)
-            ]
-            sums, steps = _undominated(taken)
-            self._steps.append(steps)
-        self._sums = sums
+            size, harm = np.array([o.bytes for o in options], np.int64), np.array([o.damage for o in options])
+            sizes = (self._bytes[:, None] + size).ravel()
+            harms = (self._damage[:, None] + harm).ravel()
+            kept = _undominated(sizes, harms)
+            self._bytes, self._damage = sizes[kept], harms[kept]
+            self._steps.append(np.stack(np.divmod(kept, len(options)), axis=1))
 
     def __len__(self) -> int:
-        return len(self._sums)
+        return len(self._bytes)
 
     def best(self, budget: int) -> Allocation | None:
         """The least damage within `budget` bytes; None where even the smallest choice of every layer is over it."""
-        at = bisect_right(self._sums, budget, key=lambda s: s[0]) - 1
+        at = int(np.searchsorted(self._bytes, budget, side="right")) - 1
         return None if at < 0 else self._traced(at)
 
     def smallest(self) -> Allocation:
@@ -70,25 +69,20 @@ class Front:
 
     def all(self) -> list[Allocation]:
         """The whole front, from the smallest and most damaging on."""
-        return [self._traced(n) for n in range(len(self._sums))]
+        return [self._traced(n) for n in range(len(self))]
 
     def _traced(self, at: int) -> Allocation:
-        size, harm = self._sums[at]
+        size, harm = int(self._bytes[at]), float(self._damage[at])
         chosen = []
         for steps in reversed(self._steps):
-            at, option = steps[at]
+            at, option = (int(x) for x in steps[at])
             chosen.append(option)
         return Allocation(size, harm, tuple(reversed(chosen)))
 
 
-def _undominated(
-    taken: list[tuple[int, float, int, int]],
-) -> tuple[list[tuple[int, float]], list[tuple[int, int]]]:
-    """Sums by rising bytes and falling damage, and where each came from. Ties go to the first option."""
-    sums: list[tuple[int, float]] = []
-    steps: list[tuple[int, int]] = []
-    for size, harm, before, n in sorted(taken):
-        if not sums or harm < sums[-1][1]:
-            sums.append((size, harm))
-            steps.append((before, n))
-    return sums, steps
+def _undominated(sizes: np.ndarray, harms: np.ndarray) -> np.ndarray:
+    """Indices of what nothing beats, by rising bytes and falling damage. Ties go to the first."""
+    order = np.lexsort((harms, sizes))
+    sorted_harms = harms[order]
+    least_before = np.concatenate([[np.inf], np.minimum.accumulate(sorted_harms)[:-1]])
+    return order[sorted_harms < least_before]

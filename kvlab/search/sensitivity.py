@@ -1,8 +1,11 @@
 """What each layer loses by itself: KL at the answers with one layer's keys or values encoded and all else uncompressed.
 
 Measured once for a model and a few items; the scores are rows of the book like any others, so a memo hands them to
-every later run. The sum over layers is taken for what a mixed config will lose, which is an assumption: `additivity`
-says how far it was right.
+every later run. Formats that are not measured follow from those that are, by the law of uniform quantisers: a bit less
+is four times the error power, and KL grows with that. More items tell layers apart better than more formats do.
+
+The sum over layers is taken for what a mixed config will lose. That is an assumption: `additivity` says how far it was
+right.
 """
 
 import math
@@ -14,7 +17,7 @@ import numpy as np
 from scipy.stats import pearsonr, spearmanr
 
 from kvlab.book import ScoreBook
-from kvlab.codecs import Codec, Raw
+from kvlab.codecs import Affine, Codec, Raw
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
 
@@ -41,19 +44,27 @@ class Formats:
         """One layer encoded, in keys or values or both; nothing else."""
         return replace(self.base, key=Raw(), value=Raw(), overrides=((layer, key or Raw(), value or Raw()),))
 
-    def probes(self, layers: Iterable[int]) -> list[KVConfig]:
-        """Every layer in every format, keys and values apart."""
+    def measured(self, depth: int) -> tuple[int, ...]:
+        """Which formats are measured: all, or that of fewest bits and `depth - 1` more, every second one."""
+        n = len(self.keys)
+        return tuple(range(n)) if depth >= n else tuple(sorted(n - 1 - 2 * k for k in range(depth) if 2 * k < n))
+
+    def probes(self, layers: Iterable[int], depth: int) -> list[KVConfig]:
+        """Every layer in every measured format, keys and values apart."""
         return [
-            self.alone(layer, **{stream: codec})
+            self.alone(layer, **{stream: codecs[n]})
             for layer in layers
             for stream, codecs in (("key", self.keys), ("value", self.values))
-            for codec in codecs
+            for n in self.measured(depth)
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """KL in nats at the answer positions, [layer][format], family-balanced mean over `items` items a family."""
+    """KL in nats at the answer positions, [layer][format], family-balanced mean over `items` items a family.
+
+    `depth` says how many formats were measured (`Formats.measured`), the rest follow from them.
+    """
 
     formats: Formats
     layers: tuple[int, ...]
@@ -61,6 +72,7 @@ class Sensitivity:
     value_kl: tuple[tuple[float, ...], ...]
     items: int
     items_sha256: str
+    depth: int
 
     def kl(self, layer: int, key: Codec, value: Codec) -> float | None:
         """What one layer loses alone, K and V added up; None for a format that was not measured."""
@@ -84,6 +96,7 @@ class Sensitivity:
             "items_sha256": self.items_sha256,
             "unit": "nats of KL at the answers, one layer alone",
             "layers": list(self.layers),
+            "measured": [n in self.formats.measured(self.depth) for n in range(len(self.formats.keys))],
             "formats": {
                 "K": [c.label for c in self.formats.keys],
                 "V": [c.label for c in self.formats.values],
@@ -92,12 +105,13 @@ class Sensitivity:
         }
 
 
-def measure(book: ScoreBook, items: EvalSet, formats: Formats, layers: Sequence[int]) -> Sensitivity:
-    """Score every layer in every format on every item: `len(items)` prefills at most, none where the book has them.
+def measure(book: ScoreBook, items: EvalSet, formats: Formats, layers: Sequence[int], depth: int) -> Sensitivity:
+    """Score every layer in every measured format on every item: a prefill an item, none where the book has its rows.
 
     Raises UnmeasuredError naming the first config that could not be scored.
     """
-    probes = formats.probes(layers)
+    probes = formats.probes(layers, depth)
+    known = formats.measured(depth)
     for start in range(0, len(probes), _AT_ONCE):
         part = probes[start : start + _AT_ONCE]
         book.progress.at(f"layers: config {start + 1} of {len(probes)}")
@@ -107,7 +121,11 @@ def measure(book: ScoreBook, items: EvalSet, formats: Formats, layers: Sequence[
             raise UnmeasuredError(f"{failed.label}: {book.failures[failed.id]}")
 
     def row(layer: int, stream: str, codecs: Sequence[Codec]) -> tuple[float, ...]:
-        return tuple(mean_kl(book, ROLE, items.items, formats.alone(layer, **{stream: c})) for c in codecs)
+        found = {
+            _bits(codecs[n]): mean_kl(book, ROLE, items.items, formats.alone(layer, **{stream: codecs[n]}))
+            for n in known
+        }
+        return tuple(_by_law(found, _bits(codec)) for codec in codecs)
 
     return Sensitivity(
         formats=formats,
@@ -116,7 +134,33 @@ def measure(book: ScoreBook, items: EvalSet, formats: Formats, layers: Sequence[
         value_kl=tuple(row(layer, "value", formats.values) for layer in layers),
         items=len(items) // len(items.families),
         items_sha256=items.sha256,
+        depth=depth,
     )
+
+
+def _bits(codec: Codec) -> int:
+    assert isinstance(codec, Affine), "formats by layer are uniform quantisers"
+    return codec.bits
+
+
+def _by_law(found: Mapping[int, float], bits: int) -> float:
+    """KL at so many bits: as measured, else on the line through its neighbours in log, else a factor of 4 a bit."""
+    if bits in found:
+        return found[bits]
+    below, above = (
+        max((b for b in found if b < bits), default=None),
+        min((b for b in found if b > bits), default=None),
+    )
+    if below is None or above is None:
+        near = below if below is not None else above
+        assert near is not None, "at least one format is measured"
+        return found[near] * 4.0 ** (near - bits)
+    share = (bits - below) / (above - below)
+    return math.exp((1 - share) * _log(found[below]) + share * _log(found[above]))
+
+
+def _log(kl: float) -> float:
+    return math.log(max(kl, _LEAST))
 
 
 def mean_kl(book: ScoreBook, role: str, items: Sequence[Item], config: KVConfig) -> float:

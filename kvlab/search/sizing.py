@@ -21,16 +21,18 @@ _MIN_CONFIRM, _MAX_CONFIRM = least_items(MARGINS[-1]), 256
 ARMS = 7  # confirm: baseline twice, the control, int8, three finalists
 # A trial sees half of the items on average where the better half of a batch goes on, and more where a front does.
 SEEN, SEEN_OF_A_FRONT = 0.5, 0.75
-# Items of each family that tell layers apart, and the most of the time that it may take, once for a model. On the
-# default model one item of each chose nearly as well as four.
-_LAYERS_SHARE = {2: 0.10, 1: 0.25}
+# How layers may be told apart: items of each family, and formats measured of each stream. The first that takes no more
+# than its share of the time, which it does once for a model. On the default model two items in one format chose as well
+# as two in four formats, and better than one in four.
+LAYER_PLANS = ((2, 4), (2, 2), (2, 1), (1, 1))
+_LAYERS_SHARE = 0.15
 
 
-# Scores that telling layers apart still needs with so many items of each family; None where it is not asked for.
-LayerRows = Callable[[int], int | None]
+# Scores that telling layers apart still needs with so many items and formats; None where it is not asked for.
+LayerRows = Callable[[int, int], int | None]
 
 
-def no_layers(items: int) -> int | None:
+def no_layers(items: int, depth: int) -> int | None:
     return None
 
 
@@ -50,6 +52,7 @@ class Sizes:
     trials: int
     confirm_items: int
     layer_items: int = 0
+    layer_formats: int = 0
 
     def seconds(
         self,
@@ -62,7 +65,7 @@ class Sizes:
         seen: float = SEEN,
     ) -> float:
         """Planned time of all stages."""
-        layers = (layer_rows(self.layer_items) or 0) * speed.row_s
+        layers = (layer_rows(self.layer_items, self.layer_formats) or 0) * speed.row_s
         search = families * self.search_items * (speed.prefill_s + (anchors + 1) * speed.row_s)
         trials = self.trials * families * self.search_items * seen * speed.row_s
         confirm = families * self.confirm_items * (speed.prefill_s + arms * speed.row_s)
@@ -121,8 +124,8 @@ def fit(
     the share of the items that a trial sees.
     """
     total = minutes * 60
-    layer_items = _layer_items(layer_rows, total / speed.row_s)
-    total -= (layer_rows(layer_items) or 0) * speed.row_s
+    layers = _layer_plan(layer_rows, total / speed.row_s)
+    total -= (layer_rows(*layers) or 0) * speed.row_s
     per_confirm = families * (speed.prefill_s + arms * speed.row_s)
     confirm = max(_MIN_CONFIRM, min(_MAX_CONFIRM, int(total * _CONFIRM_SHARE / per_confirm)))
     # A fifth more items is a fair price for the next smaller margin.
@@ -133,15 +136,15 @@ def fit(
     items = next((n for n in (64, 48, 32, 24, 16) if n * per_item <= 0.6 * search_s), 8)
     per_trial = families * items * seen * speed.row_s
     trials = int((search_s - items * per_item) / per_trial)
-    return Sizes(items, max(8, min(64, trials)), confirm, layer_items)
+    return Sizes(items, max(8, min(64, trials)), confirm, *layers)
 
 
-def _layer_items(layer_rows: LayerRows, rows: float) -> int:
-    """Items of each family: what is known already, else the most that may take their share of the time in `rows`."""
-    wanted = [(n, found) for n in _LAYERS_SHARE if (found := layer_rows(n)) is not None]
-    known = [n for n, found in wanted if not found]
-    affordable = [n for n, found in wanted if found <= _LAYERS_SHARE[n] * rows]
-    return next(iter([*known, *affordable]), 0)
+def _layer_plan(layer_rows: LayerRows, rows: float) -> tuple[int, int]:
+    """Items and formats: what is known already, else the most that may take their share of the time in `rows`."""
+    wanted = [(plan, found) for plan in LAYER_PLANS if (found := layer_rows(*plan)) is not None]
+    known = [plan for plan, found in wanted if not found]
+    affordable = [plan for plan, found in wanted if found <= _LAYERS_SHARE * rows]
+    return next(iter([*known, *affordable]), (0, 0))
 
 
 def with_wishes(sizes: Sizes, trials: int | None, items: int | None) -> Sizes:

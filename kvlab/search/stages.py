@@ -108,7 +108,7 @@ def _layered(
         return space, None, "telling layers apart would take too much of the time: more --minutes allow it"
     items = searched.head(sizes.layer_items)
     try:
-        table = measure(book, items, space.formats(), layers)
+        table = measure(book, items, space.formats(), layers, sizes.layer_formats)
     except UnmeasuredError as error:
         return space, None, f"layers could not be told apart: {error}"
     return replace(space, mixer=Mixer(table, space.shape, space.workload)), table, None

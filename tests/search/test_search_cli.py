@@ -132,7 +132,10 @@ def test_dry_run_shows_the_plan_and_writes_no_run(tiny, place, capsys) -> None:
     assert code == 0
     assert err == ""
     assert plan["schema"] == "kvlab.search.plan/1"
-    assert plan["sizes"] == {"search_items": 15, "trials": 7, "confirm_items": 30, "layer_items": 2}
+    assert plan["sizes"] == {"search_items": 15, "trials": 7, "confirm_items": 30} | {
+        "layer_items": 2,
+        "layer_formats": 4,
+    }
     assert plan["layer_rows"] == 2 * 8 * 2 * 3  # layers, formats of K and V, items, families
     assert plan["margin"]["value_points"] == 10
     assert plan["estimated_s"] > 0
@@ -150,7 +153,7 @@ def test_dry_run_shows_the_plan_and_writes_no_run(tiny, place, capsys) -> None:
     assert main(flags) == 0  # for people
     text = capsys.readouterr().out
     assert "budget 900 kB; uncompressed 16 bit needs 2.1 MB" in text
-    assert "tell layers apart on 2 items per family: 96 scores not known yet" in text
+    assert "tell layers apart on 2 items per family, 4 formats of K and V: 96 scores not known yet" in text
     assert "search 7 trials on up to 15 items per family, then confirm on 30 fresh ones; margin 10 points" in text
     assert not (place / "runs").exists()
 

@@ -41,6 +41,7 @@ def _mixer(space: Space, values: float = 0.2) -> Mixer:
         value_kl=tuple(tuple(WEIGHTS[i] * values * 4.0**-b for b in bits) for i in layers),
         items=1,
         items_sha256="",
+        depth=4,
     )
     return Mixer(table, space.shape, space.workload)
 
@@ -255,6 +256,6 @@ def test_spread_trials_hold_every_scheme_at_its_own_size_and_mixes_at_several(bu
 def test_formats_of_odd_heads_are_still_formats() -> None:
     for dim in (80, 96, 128):
         space = _space((LayerShape(3, dim, dim),) * 2)
-        for probe in space.formats().probes(space.shape.compressed):
+        for probe in space.formats().probes(space.shape.compressed, 4):
             probe.check(space.shape)
     assert Fp8() not in _space().formats().keys

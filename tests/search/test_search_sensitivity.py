@@ -62,7 +62,7 @@ def _book(root: Any, kl: Any = _kl, memo: Memo | None = None, nll: Any = harmed)
 
 
 def _table(root: Any) -> Sensitivity:
-    return measure(_book(root)[0], ITEMS, FORMATS, range(LAYERS))
+    return measure(_book(root)[0], ITEMS, FORMATS, range(LAYERS), 4)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def _table(root: Any) -> Sensitivity:
 
 def test_every_layer_is_scored_alone_in_every_format_and_in_keys_and_values_apart(tmp_path) -> None:
     book, subject = _book(tmp_path)
-    table = measure(book, ITEMS, FORMATS, range(LAYERS))
+    table = measure(book, ITEMS, FORMATS, range(LAYERS), 4)
     assert len({c for c, _ in subject.asked}) == LAYERS * 2 * len(BITS)
     assert len(subject.asked) == LAYERS * 2 * len(BITS) * len(ITEMS)
     assert subject.counters.prefills == len(ITEMS)
@@ -82,7 +82,7 @@ def test_every_layer_is_scored_alone_in_every_format_and_in_keys_and_values_apar
 
 
 def test_a_probe_encodes_one_layer_and_leaves_all_else_uncompressed() -> None:
-    for config in FORMATS.probes(range(LAYERS)):
+    for config in FORMATS.probes(range(LAYERS), 4):
         ((layer, key, value),) = config.overrides
         assert (key == Raw()) != (value == Raw())
         assert (config.key, config.value, config.budget) == (Raw(), Raw(), FORMATS.base.budget)
@@ -93,13 +93,13 @@ def test_a_probe_encodes_one_layer_and_leaves_all_else_uncompressed() -> None:
 
 def test_a_later_run_of_the_same_model_measures_nothing_again(tmp_path) -> None:
     facts = {"weights_sha256": "0" * 64}
-    first = measure(_book(tmp_path, memo=Memo(tmp_path / "m", facts))[0], ITEMS, FORMATS, range(LAYERS))
+    first = measure(_book(tmp_path, memo=Memo(tmp_path / "m", facts))[0], ITEMS, FORMATS, range(LAYERS), 4)
     book, subject = _book(tmp_path, memo=Memo(tmp_path / "m", facts))
-    assert measure(book, ITEMS, FORMATS, range(LAYERS)) == first
+    assert measure(book, ITEMS, FORMATS, range(LAYERS), 4) == first
     assert subject.asked == []
     assert book.remembered == LAYERS * 8 * len(ITEMS)
     other, asked = _book(tmp_path, memo=Memo(tmp_path / "m", {"weights_sha256": "1" * 64}))
-    measure(other, ITEMS, FORMATS, range(LAYERS))
+    measure(other, ITEMS, FORMATS, range(LAYERS), 4)
     assert len(asked.asked) == LAYERS * 8 * len(ITEMS)
 
 
@@ -110,7 +110,7 @@ def test_a_layer_that_cannot_be_scored_is_named(tmp_path) -> None:
         return harmed(config, item)
 
     with pytest.raises(UnmeasuredError, match="MemoryError: no room"):
-        measure(_book(tmp_path, nll=nll)[0], ITEMS, FORMATS, range(LAYERS))
+        measure(_book(tmp_path, nll=nll)[0], ITEMS, FORMATS, range(LAYERS), 4)
 
 
 def test_the_table_is_plain_data_for_a_heat_map(tmp_path) -> None:
@@ -119,6 +119,29 @@ def test_the_table_is_plain_data_for_a_heat_map(tmp_path) -> None:
     assert [len(shown["formats"][x]) for x in "KV"] == [4, 4]
     assert np.array(shown["kl"]["K"]).shape == np.array(shown["kl"]["V"]).shape == (LAYERS, 4)
     assert shown["items_per_family"] == 2
+
+
+@pytest.mark.parametrize(("depth", "measured"), [(1, [2]), (2, [4, 2]), (4, [8, 4, 3, 2]), (9, [8, 4, 3, 2])])
+def test_fewer_formats_are_measured_and_the_others_follow(tmp_path, depth, measured) -> None:
+    """Here the law holds exactly, so the table is the same."""
+    book, subject = _book(tmp_path)
+    table = measure(book, ITEMS, FORMATS, range(LAYERS), depth)
+    assert [FORMATS.keys[n].bits for n in FORMATS.measured(depth)] == measured  # type: ignore[attr-defined]
+    assert len(subject.asked) == LAYERS * 2 * len(measured) * len(ITEMS)
+    whole = _table(tmp_path)
+    assert np.array(table.key_kl) == pytest.approx(np.array(whole.key_kl))
+    assert np.array(table.value_kl) == pytest.approx(np.array(whole.value_kl))
+    assert table.to_dict()["measured"] == [b in measured for b in BITS]
+
+
+def test_between_two_measured_formats_the_line_goes_through_both(tmp_path) -> None:
+    def kl(config: KVConfig, item: Item) -> float:
+        ((_, key, value),) = config.overrides
+        bits = (value if key == Raw() else key).bits  # type: ignore[union-attr]
+        return {4: 0.02, 2: 0.5}[bits]
+
+    table = measure(_book(tmp_path, kl)[0], ITEMS, FORMATS, range(LAYERS), 2)
+    assert table.key_kl[0] == pytest.approx([0.02 / 4**4, 0.02, 0.1, 0.5])
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -170,7 +193,7 @@ def _searched(book: ScoreBook, n: int = 6) -> dict[str, KVConfig]:
 def test_where_losses_add_up_the_agreement_is_complete(tmp_path) -> None:
     book, _ = _book(tmp_path)
     found = additivity(
-        measure(book, ITEMS, FORMATS, range(LAYERS)), book, "search", items("search", 8), _searched(book)
+        measure(book, ITEMS, FORMATS, range(LAYERS), 4), book, "search", items("search", 8), _searched(book)
     )
     assert found["n"] == len(found["pairs"]) == 6
     for pair in found["pairs"]:
@@ -187,7 +210,7 @@ def test_where_they_do_not_that_is_said(tmp_path) -> None:
         return _kl(config, item) if len(config.overrides) and config.key == Raw() else 0.01 * 10 ** luck(config.id)
 
     book, _ = _book(tmp_path, kl)
-    table = measure(book, ITEMS, FORMATS, range(LAYERS))
+    table = measure(book, ITEMS, FORMATS, range(LAYERS), 4)
     found = additivity(table, book, "search", items("search", 8), _searched(book))
     x, y = ([p[k] for p in found["pairs"]] for k in ("predicted", "same_items"))
     assert found["same_items"]["spearman"] == pytest.approx(spearmanr(x, y)[0])  # type: ignore[index]
@@ -198,7 +221,7 @@ def test_where_they_do_not_that_is_said(tmp_path) -> None:
 
 def test_two_configs_have_no_correlation(tmp_path) -> None:
     book, _ = _book(tmp_path)
-    table = measure(book, ITEMS, FORMATS, range(LAYERS))
+    table = measure(book, ITEMS, FORMATS, range(LAYERS), 4)
     found = additivity(table, book, "search", items("search", 8), _searched(book, 2))
     assert (found["n"], found["same_items"], found["other_items"]) == (2, None, None)
 
@@ -231,7 +254,7 @@ def real(tmp_path_factory) -> tuple[Sensitivity, ScoreBook, Space]:
     space = Space(subject.shape, Workload(4096, 1), 10**9, "float16", ("none",))
     run = Run.create(root / "runs", "search", {"schema": "test"})
     book = ScoreBook(run, subject, StopFlag(), Progress(1, quiet=True))
-    table = measure(book, SHORT.head(1), space.formats(), space.shape.compressed)
+    table = measure(book, SHORT.head(1), space.formats(), space.shape.compressed, 4)
     return table, book, space
 
 

@@ -152,31 +152,40 @@ def test_planned_time_is_about_the_minutes_where_the_least_run_allows(speed, min
     assert sizes.trials >= 8
 
 
-def _rows(n: int) -> int:
-    """240 configs on n items of three families."""
-    return 720 * n
+def _rows(items: int, depth: int) -> int:
+    """Thirty layers, keys and values, three families."""
+    return 30 * 2 * depth * 3 * items
 
 
-@pytest.mark.parametrize(("row_s", "items"), [(0.01, 2), (0.024, 2), (0.026, 1), (0.057, 1), (0.12, 1), (0.13, 0)])
-def test_layers_are_told_apart_where_a_quarter_of_the_time_is_enough(row_s, items) -> None:
+@pytest.mark.parametrize(
+    ("row_s", "items", "formats"),
+    [(0.01, 2, 4), (0.037, 2, 4), (0.057, 2, 2), (0.08, 2, 1), (0.12, 2, 1), (0.2, 1, 1), (0.4, 0, 0)],
+)
+def test_layers_are_told_apart_as_well_as_a_share_of_the_time_allows(row_s, items, formats) -> None:
     speed = Speed(0.4, row_s)
     sizes = fit(6, speed, 3, 5, layer_rows=_rows)
-    assert sizes.layer_items == items
-    assert _rows(items) * row_s <= 90
+    assert (sizes.layer_items, sizes.layer_formats) == (items, formats)
+    assert _rows(items, formats) * row_s <= 0.15 * 360
     plain = fit(6, speed, 3, 5)
     assert plain.layer_items == 0
     # What is spent on layers is taken from the other stages.
     rest = [s.seconds(speed, 3, 5) for s in (sizes, plain)]
     assert rest[0] <= rest[1] + 1 or sizes.confirm_items == plain.confirm_items == 29
     assert sizes.confirm_items <= plain.confirm_items
-    assert sizes.seconds(speed, 3, 5, layer_rows=_rows) <= 1.35 * 360 or sizes.confirm_items == 29
+    assert sizes.seconds(speed, 3, 5, layer_rows=_rows) == pytest.approx(rest[0] + _rows(items, formats) * row_s)
 
 
 def test_layers_that_are_known_cost_nothing_and_are_not_measured_on_more() -> None:
-    slow = Speed(1.0, 0.3)
-    assert fit(6, slow, 3, 5, layer_rows=lambda n: 0 if n == 1 else 720).layer_items == 1
-    assert fit(6, slow, 3, 5, layer_rows=lambda n: 0) == dataclasses.replace(fit(6, slow, 3, 5), layer_items=2)
-    assert fit(6, Speed(0.1, 0.001), 3, 5, layer_rows=lambda n: 0 if n == 1 else 720).layer_items == 1
+    slow, quick = Speed(1.0, 0.3), Speed(0.1, 0.001)
+
+    def known(items: int, depth: int) -> int:
+        return 0 if (items, depth) == (2, 1) else _rows(items, depth)
+
+    for speed in (slow, quick):
+        sizes = fit(6, speed, 3, 5, layer_rows=known)
+        assert (sizes.layer_items, sizes.layer_formats) == (2, 1)
+    plain = fit(6, slow, 3, 5)
+    assert fit(6, slow, 3, 5, layer_rows=known) == dataclasses.replace(plain, layer_items=2, layer_formats=1)
 
 
 def test_more_arms_and_longer_trials_leave_less_for_each() -> None:
