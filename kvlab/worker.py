@@ -76,6 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("aborted; what was under way goes back when its lease has run out", file=sys.stderr)
+        return 130
 
 
 def _launch(args: argparse.Namespace) -> Any:

@@ -78,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         given = _given(args)
         writable(args.out)
+        if args.study and not args.storage:
+            raise UsageError(f"--study {args.study} names a study of a --storage: say which, such as journal:study.log")
         if not args.resume and "budget_bytes" not in given:
             raise UsageError("--budget-gb is needed: how much memory K and V may take, such as 6 or 6GiB")
         request = None if args.resume else Request(**given)

@@ -20,6 +20,7 @@ from kvlab.config import KVConfig
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
 from kvlab.memo import code_version
+from kvlab.models import BrokenBaseline
 from kvlab.runs import Run
 from kvlab.search import engine
 from kvlab.search.engine import Session
@@ -86,7 +87,10 @@ def joined(board: Board, spec: Mapping[str, Any], *, model: str | None, threads:
     here = {"code": code_version(), "versions": engine.versions()}
     _refuse(board.name, {k: spec["facts"][k] for k in here}, here)
     request = Request.from_dict(spec["request"])
-    session = engine.open_session(dataclasses.replace(request, model=model) if model else request)
+    try:
+        session = engine.open_session(dataclasses.replace(request, model=model) if model else request)
+    except BrokenBaseline as error:
+        raise UsageError(f"this process cannot join {board.name}: {error}") from error
     _refuse(board.name, spec["facts"], facts(session))
     sets = {split: session.items(split, n) for split, (n, _) in spec["items"].items()}
     asked = {split: digest for split, (_, digest) in spec["items"].items()}

@@ -50,6 +50,12 @@ def test_sqlite_is_refused_by_every_command_before_anything_is_loaded(command, c
     assert not (tmp_path / "x.db").exists()
 
 
+def test_a_study_without_a_storage_is_refused(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert search(["--budget-gb", "6", "--study", "demo"]) == 2
+    assert "--study demo names a study of a --storage" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("url", ["journal:x.log", "grpc://h:1"])
 def test_a_proxy_stands_before_postgresql_only(url, capsys) -> None:
     with pytest.raises(StorageError, match=r"hands one trial to several workers.*postgresql://"):
