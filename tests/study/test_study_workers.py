@@ -20,7 +20,7 @@ from kvlab.study.summary import front, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300  # seconds until a process is given up
-LEASE = 4.0
+LEASE = 8.0  # long enough for a starved machine: no living worker should seem dead
 
 
 def made(url: str, name: str, settings: simulated.Settings) -> Board:
