@@ -23,7 +23,7 @@ examples:
   python -m kvlab.worker --study try --storage journal:try.log --simulate --trials 40
   python -m kvlab.worker --study NAME --storage URL --workers 64 --recipe slurm > workers.sbatch
 
-exit codes: 0 the study is over, or nothing came for a long time; 1 the storage or the model failed; 2 refused;
+exit codes: 0 the study is over, or nothing came for a long time; 2 refused, or the storage or model cannot be used;
 130 stopped, work under way given back."""
 
 

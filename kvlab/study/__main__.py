@@ -1,6 +1,6 @@
 """`python -m kvlab study ls|status|repair|serve`: look after the studies of a storage.
 
-Exit codes: 0 done; 1 the storage failed; 2 refused; 3 the study is over and nothing of it is feasible.
+Exit codes: 0 done; 2 refused, or the storage cannot be used; 3 the study is over and nothing of it is feasible.
 """
 
 import argparse
