@@ -228,15 +228,22 @@ class Space:
             {"scheme": "k4v3"} | h2o | channel | {"k.channel_group": 64},
             {"scheme": "k4v2"} | h2o | channel,
             {"scheme": "raw", "evict": "window", "fill": 1.0, "read": READ[1]},
-            *([{"scheme": MIXED, "mix.keys": 1.0, "mix.contrast": 1.0, "mix.fill": 1.0}] if self.mixer else []),
+            *(self._first_mixes() if self.mixer else []),
         ]
+
+    def _first_mixes(self) -> list[dict[str, Any]]:
+        """As the table says, at three sizes: the best score within the budget is mostly among them, and what takes less
+        is worth a look.
+        """
+        plain = {"scheme": MIXED, "mix.keys": 1.0, "mix.contrast": 1.0}
+        return [plain | {"mix.fill": fill} for fill in (1.0, 0.85, 0.7)]
 
     def spread_trials(self) -> list[dict[str, Any]]:
         """The same where every size counts: each scheme as large as it is by itself, formats by layer at several."""
         out = []
         for params in self.first_trials():
             if params["scheme"] == MIXED:
-                out += [params | {"size": share} for share in self._shares()]
+                out += [params | {"size": share} for share in self._shares() if params["mix.fill"] == 1.0]
                 continue
             whole = replace(self, budget=1 << 62).config(optuna.trial.FixedTrial(params))
             share = self.workload.bytes(whole, self.shape) / self.largest if whole else 1.0

@@ -186,7 +186,7 @@ def test_a_space_without_sensitivities_mixes_nothing_and_its_hash_is_the_same() 
     # What a run is resumed by must be known before anything is measured.
     assert plain.hash != _space(ALIKE[:3]).hash
     assert all(p["scheme"] != MIXED for p in plain.first_trials())
-    assert [p["scheme"] for p in mixing.first_trials()].count(MIXED) == 1
+    assert [p["mix.fill"] for p in mixing.first_trials() if p["scheme"] == MIXED] == [1.0, 0.85, 0.7]
 
 
 @pytest.mark.parametrize("share", [0.08, 0.14, 0.2, 0.3, 1.5])
