@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from kvlab.search.race import Race, Trial
 
 FINALISTS = 3
+# A finalist takes at most so much of the one before it: what is hardly smaller says little more.
+_SMALLER = 0.95
 # A sequence costs no level however long it is, only items.
 STEPS = 6
 # Where the search already sees a loss of more than so many baseline deviations, fewer bytes are not worth a step.
@@ -41,8 +43,12 @@ def front(race: "Race", n_items: int, size: Mapping[str, int]) -> list["Trial"]:
 
 
 def finalists(race: "Race", n_items: int, size: Mapping[str, int], limit: int = FINALISTS) -> list[KVConfig]:
-    """The first `limit` of the front: the best score, then smaller ones."""
-    return _configs(front(race, n_items, size)[:limit])
+    """The best score, then up to `limit` in all of what the front has that is clearly smaller each time."""
+    kept: list[KVConfig] = []
+    for config in _configs(front(race, n_items, size)):
+        if not kept or size[config.id] <= _SMALLER * size[kept[-1].id]:
+            kept.append(config)
+    return kept[:limit]
 
 
 def spread(trials: Sequence["Trial"], size: Mapping[str, int], limit: int = FINALISTS) -> list[KVConfig]:

@@ -15,8 +15,8 @@ from kvlab.stats import MARGINS, least_items
 from kvlab.subject import LocalSubject
 
 # Shares of the time. The rest is loading, measuring, timing the winner, promoting the best, and rows that are slower
-# than those measured: a default run planned with .46 and .42 took 7 minutes instead of 6.
-_CONFIRM_SHARE, _SEARCH_SHARE = 0.40, 0.35
+# than those measured: a default run planned with .46 and .42 took 7 minutes instead of 6, one with .40 and .35 6.4.
+_CONFIRM_SHARE, _SEARCH_SHARE = 0.38, 0.33
 _MIN_CONFIRM, _MAX_CONFIRM = least_items(MARGINS[-1]), 256
 ARMS = 7  # confirm: baseline twice, the control, int8, three finalists
 # A trial sees half of the items on average where the better half of a batch goes on, and more where a front does.

@@ -87,6 +87,13 @@ def test_finalists_start_with_the_best_score(limit) -> None:
     assert _numbers(finalists(race, 24, sizes, limit)) == list(range(limit))
 
 
+def test_a_finalist_that_is_hardly_smaller_is_passed_over() -> None:
+    race, _ = _ladder(6)
+    sizes = _sizes(1000, 990, 951, 950, 903, 902)
+    assert _numbers(front(race, 24, sizes)) == [0, 1, 2, 3, 4, 5]
+    assert _numbers(finalists(race, 24, sizes)) == [0, 3, 5]
+
+
 def test_dominators_are_counted_in_both_coordinates() -> None:
     points = {"a": (1.0, 5.0), "b": (2.0, 2.0), "c": (3.0, 3.0), "d": (2.0, 2.0), "e": (9.0, 9.0)}
     assert dominators(points) == {"a": 0, "b": 0, "c": 2, "d": 0, "e": 4}
