@@ -44,9 +44,11 @@ class Plan(NamedTuple):
 
 
 class Attachment:
-    """A model with kvlab's attention on it. A context manager; `detach` may also be called by hand.
+    """A model with kvlab's attention on it. A context manager; `detach` may also be called by hand, in any order.
 
     Each attachment registers a name of its own, so that models attached at the same time do not depend on each other.
+    The model lists the attachments that are on it, oldest first: a generator closed late, by the garbage collector say,
+    detaches whenever that may be, and must neither leave its name on the model nor take a later one's away.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Attachment:
         if mode == "packed":
             AttentionInterface.register(self.name, attention)
             AttentionMaskInterface.register(self.name, attention_mask)
+            _attached(model).append(self)
             try:
                 model.set_attn_implementation(self.name)
             except BaseException:
@@ -111,23 +114,23 @@ class Attachment:
         return self._centres[centring]
 
     def detach(self) -> None:
-        """Restore the model's own attention; doing so twice is harmless.
-
-        Raises RuntimeError while a later attachment of the same model is still on: detach that one first.
-        """
-        if not self.attached:
-            return
-        current = str(self.model.config._attn_implementation)
-        if self.mode == "packed" and current.startswith(f"{NAME}-") and current != self.name:
-            raise RuntimeError(f"{type(self.model).__name__} was attached again after this: detach in reverse order")
-        self.attached = False
-        if self.mode == "packed":
+        """Take kvlab off again; the model's own attention is back when no attachment is left. Twice is harmless."""
+        if self.attached and self.mode == "packed":
             self._restore()
+        self.attached = False
 
     def _restore(self) -> None:
-        # Straight into the configs: going through the setter would check, warn, and level what differed below the top.
-        for config, implementation in self._before:
-            config._attn_implementation_internal = implementation
+        on = _attached(self.model)
+        later = on[on.index(self) + 1 :]
+        on.remove(self)
+        if later:
+            later[0]._before = self._before
+        else:
+            # Straight into the configs: the setter would check, warn, and level what differed below the top.
+            for config, implementation in self._before:
+                config._attn_implementation_internal = implementation
+        if not on:
+            del self.model._kvlab_attached
         AttentionInterface._global_mapping.pop(self.name, None)
         AttentionMaskInterface._global_mapping.pop(self.name, None)
 
@@ -138,6 +141,11 @@ class Attachment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+
+def _attached(model: PreTrainedModel) -> list[Attachment]:
+    """The attachments that are on `model`, kept with it."""
+    return model.__dict__.setdefault("_kvlab_attached", [])
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -245,13 +246,35 @@ def test_nested_attachments_of_one_model() -> None:
             nested, other = outer.cache(), inner.cache()
             assert torch.equal(feed(model, nested, ids, (30, 1)), alone)
             feed(model, other, ids, (30, 1))
-            with pytest.raises(RuntimeError, match="reverse order"):
-                outer.detach()
         assert torch.equal(feed(model, outer.cache(), ids, (30, 1)), alone)
         feed(model, nested, ids, (1,))
         outer.detach()
         outer.detach()
     assert _trace(model) == before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_attachments_come_off_in_any_order(order) -> None:
+    """As generators do that the garbage collector closes: whatever is left keeps working, and nothing stays behind."""
+    model, ids = tiny_model("llama3"), token_ids(1, 30)
+    before, own = _trace(model), feed(model, DynamicCache(config=model.config), ids, (20, 1))
+    attachments = [attach(model) for _ in range(3)]
+    for n, which in enumerate(order, start=1):
+        attachments[which].detach()
+        for rest in order[n:]:
+            assert (feed(model, attachments[rest].cache(), ids, (20, 1)) - own).abs().max() <= EXACT
+    assert _trace(model) == before
+
+
+def test_an_attachment_nobody_holds_any_more_keeps_its_name() -> None:
+    """Its address may be taken by the next one, whose end must not take the name away."""
+    model, other = tiny_model("llama3"), tiny_model("llama3")
+    attach(model)
+    for _ in range(50):
+        attach(other).detach()
+    assert make_plan(model).mode == "packed"
+    model._kvlab_attached[0].detach()
+    assert "_kvlab_attached" not in model.__dict__
 
 
 def test_two_models_attached_at_once_do_not_need_each_other() -> None:
