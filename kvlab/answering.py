@@ -37,15 +37,15 @@ class Answering:
         return item.split in JUDGED and gradable(item, self.runner)
 
     def score(self, items: Sequence[Item], configs: Sequence[KVConfig], *, persist: bool = True) -> Iterator[ItemScore]:
-        """Rows for every item and config: forced ones first, then decoded ones config by config."""
+        """Rows for every item and config: forced ones first, then decoded ones; item by item, configs in order."""
         for config in configs:
             config.check(self.subject.shape)
         decoded = [item for item in items if self.decodes(item)]
         forced = [item for item in items if not self.decodes(item)]
         if forced:
             yield from self.subject.score(forced, configs, persist=persist)
-        for config in configs if decoded else ():
-            yield from self.subject.generate(decoded, config, runner=self.runner)
+        if decoded:
+            yield from self.subject.generate(decoded, configs, runner=self.runner)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,11 @@ that snapshot, and all configs of an item are scored in one forward.
 """
 
 import copy
-import dataclasses
-import hashlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import transformers
@@ -23,11 +21,14 @@ from kvlab.cache import KVCache
 from kvlab.calibration import calibrated
 from kvlab.centring import Centres
 from kvlab.config import KVConfig
-from kvlab.evals import execution, metrics
+from kvlab.decoding import Decoder
+from kvlab.evals import execution
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
+from kvlab.generating import Forks, generated
 from kvlab.models import Loaded
 from kvlab.policies import Scorer
+from kvlab.questions import Question, in_tokens, left_padded, scored
 from kvlab.snapshot import Snapshot, SnapshotStore, take
 from kvlab.stacked import StackedCache
 
@@ -45,21 +46,6 @@ class Counters:
     configs: set[str] = field(default_factory=set)
     item_scores: int = 0
     corrupt_snapshots: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """An item in tokens: what is compressed, what is asked, and each continuation to score, gold first."""
-
-    item: Item
-    context: tuple[int, ...]
-    question: tuple[int, ...]
-    continuations: tuple[tuple[int, ...], ...]
-
-    @property
-    def asked(self) -> str:
-        """A name for question and gold answer within their context."""
-        return hashlib.sha256(repr((self.question, self.continuations[0])).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +117,11 @@ class LocalSubject:
             self._centres |= calibrated(self.loaded, missing)
         return self._centres
 
-    def _tokens(self, item: Item) -> _Question:
-        encode = self.tokenizer.encode
-        context = encode(item.context)
-        question = encode(item.question, add_special_tokens=False)
-        if self.query_aware:
-            context, question = context + question[:-1], question[-1:]
-        choices = (item.answers[0], *(c for c in item.choices if c != item.answers[0]))
-        continuations = tuple(tuple(encode(c, add_special_tokens=False)) for c in choices)
-        if not context or not question or not all(continuations):
-            raise ValueError(f"item {item.id}: context, question and answers must each give at least one token")
-        return _Question(item, tuple(context), tuple(question), continuations)
+    def _tokens(self, item: Item) -> Question:
+        return in_tokens(item, self.tokenizer.encode, self.query_aware)
 
     def _score_batch(
-        self, questions: Sequence[_Question], configs: Sequence[KVConfig], attachment: Attachment, persist: bool
+        self, questions: Sequence[Question], configs: Sequence[KVConfig], attachment: Attachment, persist: bool
     ) -> Iterator[ItemScore]:
         snapshots = self._snapshots(questions, attachment)
         jobs: list[tuple[int, KVConfig, KVCache, float]] = []
@@ -174,10 +151,10 @@ class LocalSubject:
                 self.counters.item_scores += 1
                 yield self._row(questions[n], config, cache, rows, snapshots[n], forked + seconds)
 
-    def _key(self, question: _Question) -> str:
+    def _key(self, question: Question) -> str:
         return self.store.key(question.context, self.scorers)
 
-    def _snapshots(self, questions: Sequence[_Question], attachment: Attachment) -> list[Snapshot]:
+    def _snapshots(self, questions: Sequence[Question], attachment: Attachment) -> list[Snapshot]:
         """The snapshot of every question; equal contexts share one, and only what is nowhere yet is prefilled."""
         keys = [self._key(q) for q in questions]
         contexts = {key: q.context for key, q in zip(keys, questions, strict=True)}
@@ -196,7 +173,7 @@ class LocalSubject:
         return [found[key] for key in keys]
 
     @torch.no_grad()
-    def _forced(self, jobs: Sequence[tuple[_Question, KVCache]]) -> tuple[list[list[Tensor]], float]:
+    def _forced(self, jobs: Sequence[tuple[Question, KVCache]]) -> tuple[list[list[Tensor]], float]:
         """Logits [A, V] of every continuation of every job; and seconds a job took on average.
 
         The caches are read, not written: all continuations of a job share one.
@@ -205,7 +182,7 @@ class LocalSubject:
         rows = [(n, cache, q.question + c, len(c)) for n, (q, cache) in enumerate(jobs) for c in q.continuations]
         out: list[list[Tensor]] = [[] for _ in jobs]
         for chunk in _chunks(rows, self.max_rows):
-            ids, valid = _left_padded([row[2] for row in chunk], self.model.device)
+            ids, valid = left_padded([row[2] for row in chunk], self.model.device)
             asked = max(row[3] for row in chunk)
             logits = self._forward([row[1] for row in chunk], ids, valid, asked + 1, read_only=True)
             for (n, _, _, length), row_logits in zip(chunk, logits, strict=True):
@@ -235,7 +212,7 @@ class LocalSubject:
 
     def _row(
         self,
-        question: _Question,
+        question: Question,
         config: KVConfig,
         cache: KVCache,
         logits: list[Tensor],
@@ -256,10 +233,11 @@ class LocalSubject:
             reference = snapshot.references[question.asked]
             kl = max(0.0, float((reference.exp() * (reference - logp)).sum(-1).mean()))
             top1 = float((reference.argmax(-1) == best).float().mean())
-        return self._scored(
+        return scored(
             question,
             config,
-            cache,
+            self.shape,
+            measured_bytes=cache.nbytes,
             mode="forked",
             form=item.form,
             score=score,
@@ -273,7 +251,7 @@ class LocalSubject:
             seconds=seconds,
         )
 
-    def _choose(self, question: _Question, logits: list[Tensor]) -> tuple[float, str]:
+    def _choose(self, question: Question, logits: list[Tensor]) -> tuple[float, str]:
         """Length-normalised likelihood over the choices; the gold one comes first and loses ties."""
         means = []
         for ids, rows in zip(question.continuations, logits, strict=True):
@@ -284,98 +262,27 @@ class LocalSubject:
         item = question.item
         return float(chosen == 0), (item.answers[0], *(c for c in item.choices if c != item.answers[0]))[chosen]
 
-    def _scored(self, question: _Question, config: KVConfig, cache: KVCache, **measured: Any) -> ItemScore:
-        item, tokens = question.item, len(question.context)
-        return ItemScore(
-            config_id=config.id,
-            item_id=item.id,
-            task=item.task,
-            family=item.family,
-            cluster=item.cluster,
-            split=item.split,
-            context_tokens=tokens,
-            measured_bytes=cache.nbytes,
-            predicted_bytes=config.predicted_bytes(self.shape, tokens),
-            raw16_bytes=self.shape.raw_bytes(tokens),
-            **measured,
-        )
-
     # -- generate pass -------------------------------------------------------------------------------------------------
 
     def generate(
-        self, items: Sequence[Item], config: KVConfig, *, runner: execution.Runner | None = None
+        self, items: Sequence[Item], configs: Sequence[KVConfig], *, runner: execution.Runner | None = None
     ) -> Iterator[ItemScore]:
-        """Rows from greedy decoding on the packed cache, several items at once, each cut at its stop strings.
+        """Rows for every item and config from greedy decoding on the packed cache, item by item, configs in order.
 
-        Generated code runs in `runner` only; without one, items that need it are a ValueError before anything is
-        computed.
+        Each answer is cut at its stop strings. Generated code runs in `runner` only; without one, items that need it
+        are a ValueError before anything is computed.
         """
-        config.check(self.shape)
+        for config in configs:
+            config.check(self.shape)
         execution.check_runnable(items, runner)
         questions = [self._tokens(item) for item in items]
-        with attach(self.model, BASELINE, plan=self.plan, centres=self.centres([config])) as attachment:
-            for batch in _chunks(questions, self.max_rows):
-                start = time.perf_counter()
-                caches = [s.fork(config, attachment) for s in self._snapshots(batch, attachment)]
-                sizes = [cache.nbytes for cache in caches]
-                texts = self._decode(batch, caches)
-                seconds = (time.perf_counter() - start) / len(batch)
-                graded = execution.grade_all([q.item for q in batch], [text for text, _ in texts], runner)
-                for question, cache, size, (text, length), found in zip(
-                    batch, caches, sizes, texts, graded, strict=True
-                ):
-                    right = float(any(metrics.exact(text, a) for a in question.item.answers))
-                    row = self._scored(
-                        question,
-                        config,
-                        cache,
-                        mode="true",
-                        form="generate",
-                        score=found.score,
-                        exact=right,
-                        token_accuracy=right,
-                        nll=float("nan"),
-                        kl=None,
-                        top1=None,
-                        prediction=text,
-                        answer_tokens=length,
-                        seconds=seconds,
-                        extracted=found.extracted,
-                        benchmark=found.benchmark,
-                        outcome=found.outcome,
-                    )
-                    self.counters.configs.add(config.id)
-                    self.counters.item_scores += 1
-                    yield dataclasses.replace(row, measured_bytes=size, implementation=cache.implementation)
-
-    @torch.no_grad()
-    def _decode(self, batch: Sequence[_Question], caches: list[KVCache]) -> list[tuple[str, int]]:
-        """Greedy text of each row, before its stop string, and how many tokens were drawn for it."""
-        ids, valid = _left_padded([q.question for q in batch], self.model.device)
-        drawn: list[list[int]] = [[] for _ in batch]
-        active = list(range(len(batch)))
-        texts = [""] * len(batch)
-        stops = self._stop_ids()
-        while active:
-            logits = self._forward([caches[n] for n in active], ids, valid, 1)[:, -1]
-            going = []
-            for n, token in zip(active, logits.argmax(-1).tolist(), strict=True):
-                item = batch[n].item
-                if token not in stops:
-                    drawn[n].append(token)
-                    texts[n] = self.tokenizer.decode(drawn[n])
-                kept = metrics.cut(texts[n], item.stop)
-                if token not in stops and kept == texts[n] and len(drawn[n]) < item.max_new_tokens:
-                    going.append(n)
-                texts[n] = kept
-            active = going
-            ids = torch.tensor([[drawn[n][-1]] for n in active], device=self.model.device, dtype=torch.long)
-            valid = torch.ones_like(ids, dtype=torch.bool)
-        return [(text, len(tokens)) for text, tokens in zip(texts, drawn, strict=True)]
-
-    def _stop_ids(self) -> set[int]:
-        ends = self.model.generation_config.eos_token_id
-        return set(ends) if isinstance(ends, list) else {ends} if ends is not None else set()
+        decoder = Decoder(self.model, self.tokenizer, rows=self.max_rows, stackable=self.plan.stackable)
+        with attach(self.model, BASELINE, plan=self.plan, centres=self.centres(configs)) as attachment:
+            forks = Forks(questions, configs, lambda asked: self._snapshots(asked, attachment), attachment)
+            for row in generated(decoder, forks, self.shape, runner):
+                self.counters.configs.add(row.config_id)
+                self.counters.item_scores += 1
+                yield row
 
     # -- timing ------------------------------------------------------------------------------------------------------
 
@@ -410,17 +317,6 @@ def _chunks(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 def _log_probs(logits: Tensor) -> Tensor:
     """In float32 at least; a model in float64 keeps its precision."""
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-
-
-def _left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [B, Q] with padding on the left, and which of them are real."""
-    width = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long, device=device)
-    valid = torch.zeros(len(rows), width, dtype=torch.bool, device=device)
-    for b, row in enumerate(rows):
-        ids[b, width - len(row) :] = torch.tensor(row, device=device)
-        valid[b, width - len(row) :] = True
-    return ids, valid
 
 
 def snapshot_identity(loaded: Loaded) -> str:

@@ -97,7 +97,7 @@ def test_no_score_is_blind_to_the_cache(tmp_path) -> None:
         assert bare.nll != pytest.approx(full.nll, rel=1e-3), kind
         assert bare.kl > 1e-3, kind
     long = dataclasses.replace(KINDS["plain"], max_new_tokens=24, stop=())
-    (full,), (bare,) = s.generate([long], BASELINE), s.generate([long], harsh)
+    full, bare = s.generate([long], [BASELINE, harsh])
     assert full.prediction != bare.prediction
 
 

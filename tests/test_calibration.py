@@ -150,7 +150,7 @@ def test_a_subject_calibrates_what_its_configs_need(folder, tmp_path) -> None:
     logp = logits[len(question) - 1 : -1].log_softmax(-1)
     nll = -float(logp.gather(1, torch.tensor(answer).unsqueeze(1)).mean())
     assert rows[2].nll == pytest.approx(nll, abs=1e-4)
-    (generated,) = subject.generate([items[0]], centred)
+    (generated,) = subject.generate([items[0]], [centred])
     assert generated.measured_bytes == rows[2].measured_bytes
     assert subject.time([centred], ids[0].tolist(), 2, repeats=1)[0].steps == 2
 

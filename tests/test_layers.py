@@ -41,6 +41,9 @@ FLOORS: dict[str, float] = {
     "attach": 4,
     "snapshot": 4.5,  # runs its one prefill on an attached model
     "calibration": 4.7,
+    "questions": 4.1,
+    "decoding": 4.6,
+    "generating": 4.8,
     "subject": 5,
     "answering": 5.2,
     "book": 5.3,

@@ -15,6 +15,7 @@ from kvlab import models
 from kvlab.attach import attach, cache_kwarg
 from kvlab.codecs import Affine, Fp8
 from kvlab.config import KVConfig
+from kvlab.decoding import Decoder, Written
 from kvlab.evals.item import CodeCheck, Item
 from kvlab.evals.subject import ItemScore, Subject
 from kvlab.models import Loaded
@@ -328,7 +329,7 @@ def test_questions_of_one_context_share_its_prefill_and_its_compressed_caches(lo
     later = [_item(9, WORDS[:90], " When? ", ("winter",)), _asked(items[1], max_new_tokens=2)]
     (row,) = s.score(later[:1], [INT4])
     _check(row, _expected(loaded, later[0], INT4))
-    list(s.generate(later, INT4))
+    list(s.generate(later, [INT4]))
     assert s.counters.prefills == 2
 
 
@@ -418,7 +419,7 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_computed(loade
     s = subject(loaded)
     wrong = KVConfig(key=Affine(bits=4, group=48))
     with pytest.raises(ValueError, match=r"layer 0.*64.*48"):
-        list(s.score(ITEMS, [BASELINE, wrong]) if call == "score" else s.generate(ITEMS, wrong))
+        list(s.score(ITEMS, [BASELINE, wrong]) if call == "score" else s.generate(ITEMS, [BASELINE, wrong]))
     assert s.counters.prefills == s.counters.item_scores == 0
 
 
@@ -446,7 +447,7 @@ def _asked(item: Item, **more: Any) -> Item:
 def test_generated_text_equals_the_models_own(loaded, max_rows) -> None:
     """Six rows of different length in one left-padded batch, or one by one."""
     items = [_asked(i) for i in ITEMS]
-    found = list(subject(loaded, max_rows=max_rows).generate(items, BASELINE))
+    found = list(subject(loaded, max_rows=max_rows).generate(items, [BASELINE]))
     assert [r.item_id for r in found] == [i.id for i in items]
     for item, row in zip(items, found, strict=True):
         tokens = _greedy(loaded, item, 24)
@@ -459,7 +460,7 @@ def test_generated_text_equals_the_models_own(loaded, max_rows) -> None:
 @pytest.mark.parametrize("config", CONFIGS[1:], ids=lambda c: c.label)
 def test_generation_on_a_compressed_cache_equals_decoding_by_hand(loaded, config) -> None:
     items = [_asked(i, max_new_tokens=12) for i in ITEMS]
-    found = list(subject(loaded).generate(items, config))
+    found = list(subject(loaded).generate(items, [config]))
     for item, row in zip(items, found, strict=True):
         assert row.prediction == _by_hand(loaded, item, config, 12)
         assert (
@@ -493,7 +494,7 @@ def test_rows_of_real_decoding_name_what_attended(tmp_path) -> None:
     pytest.importorskip("numba")
     for dtype, implementation in (("float32", "numba"), ("float64", "torch")):
         narrow = models.load(str(save_tiny(tmp_path / dtype)), dtype=dtype, device="cpu")
-        (row,) = subject(narrow).generate([_asked(ITEMS[0], max_new_tokens=3)], INT4)
+        (row,) = subject(narrow).generate([_asked(ITEMS[0], max_new_tokens=3)], [INT4])
         assert row.implementation == implementation
 
 
@@ -507,7 +508,7 @@ def test_generation_stops_at_stop_strings_and_limits_row_by_row(loaded) -> None:
         _asked(ITEMS[4], max_new_tokens=5),
         _asked(ITEMS[5]),
     ]
-    found = list(subject(loaded).generate(items, BASELINE))
+    found = list(subject(loaded).generate(items, [BASELINE]))
     expected = [
         _upto(whole[0], whole[0][9]),
         _upto(whole[2], whole[2][4:7]),
@@ -527,7 +528,7 @@ def test_an_end_token_first_ends_that_row_alone(loaded) -> None:
     ending = dataclasses.replace(loaded, model=copy.copy(loaded.model))
     ending.model.generation_config = copy.deepcopy(loaded.model.generation_config)
     ending.model.generation_config.eos_token_id = [1, first]
-    found = list(subject(ending).generate([_asked(ITEMS[0]), _asked(ITEMS[1])], BASELINE))
+    found = list(subject(ending).generate([_asked(ITEMS[0]), _asked(ITEMS[1])], [BASELINE]))
     assert (found[0].prediction, found[0].answer_tokens) == ("", 0)
     other = [t for t in _greedy(ending, ITEMS[1], 24) if t not in (1, first)]
     assert found[1].prediction == loaded.tokenizer.decode(other)
@@ -538,8 +539,18 @@ def test_generated_answers_are_graded_against_every_gold_answer(loaded) -> None:
     text = loaded.tokenizer.decode(_greedy(loaded, ITEMS[0], 24))
     right = _asked(ITEMS[0], answers=("no", f"  {text} "))
     wrong = _asked(ITEMS[0], answers=(text[:-1] + "@", "no"))
-    assert [r.score for r in subject(loaded).generate([right], BASELINE)] == [1.0]
-    assert [r.score for r in subject(loaded).generate([wrong], BASELINE)] == [0.0]
+    assert [r.score for r in subject(loaded).generate([right], [BASELINE])] == [1.0]
+    assert [r.score for r in subject(loaded).generate([wrong], [BASELINE])] == [0.0]
+
+
+def _writes(monkeypatch, *texts: str) -> None:
+    """A stub of the decoder: the same answers whatever is asked."""
+
+    def write(self, jobs, fork):
+        caches = fork(range(len(jobs)))
+        yield from ((n, Written(text, 3, c, 0.0)) for n, (text, c) in enumerate(zip(texts, caches, strict=True)))
+
+    monkeypatch.setattr(Decoder, "write", write)
 
 
 def test_generated_numbers_are_compared_as_numbers_where_the_task_says_so(loaded, monkeypatch) -> None:
@@ -552,8 +563,8 @@ def test_generated_numbers_are_compared_as_numbers_where_the_task_says_so(loaded
         ("#### 18", 1.0, 1.0, True),
         ("I do not know", 0.0, 0.0, False),
     ):
-        monkeypatch.setattr(s, "_decode", lambda batch, caches, text=text: [(text, 3)] * len(batch))
-        (row,) = s.generate([item], BASELINE)
+        _writes(monkeypatch, text)
+        (row,) = s.generate([item], [BASELINE])
         assert (row.score, row.benchmark, row.extracted, row.outcome) == (score, strict, found, None)
         assert row.exact == float(text == "#### 18")
 
@@ -563,7 +574,7 @@ def test_generated_code_runs_where_a_runner_is_given_and_nowhere_else(loaded, mo
     check = CodeCheck(before="", entry="f", tests="assert f() == 1")
     item = _asked(ITEMS[0], answers=("def f():\n    return 1",), metric="execute", forced="tokens", check=check)
     with pytest.raises(ValueError, match="running it was not allowed"):
-        list(s.generate([item], BASELINE))
+        list(s.generate([item], [BASELINE]))
     assert s.counters.prefills == 0
     ran: list[Program] = []
 
@@ -571,8 +582,8 @@ def test_generated_code_runs_where_a_runner_is_given_and_nowhere_else(loaded, mo
         ran.extend(programs)
         return [SimpleNamespace(verdict="timeout", detail="") for _ in programs]
 
-    monkeypatch.setattr(s, "_decode", lambda batch, caches: [("def f():\n    return 1\n", 3), ("no", 1)])
-    rows = list(s.generate([item, dataclasses.replace(item, id="needle_text/confirm/0/1")], BASELINE, runner=runner))
+    _writes(monkeypatch, "def f():\n    return 1\n", "no")
+    rows = list(s.generate([item, dataclasses.replace(item, id="needle_text/confirm/0/1")], [BASELINE], runner=runner))
     assert [(r.score, r.extracted, r.outcome) for r in rows] == [(0.0, True, "timeout"), (0.0, False, "no code")]
     assert ran == [Program(source="def f():\n    return 1\n", tests="assert f() == 1\n", entry="f")]
 
@@ -594,7 +605,7 @@ def test_a_model_with_sliding_layers_scores_and_generates(sliding) -> None:
             _check(row, _expected(sliding, item, config))
             assert row.measured_bytes == row.predicted_bytes
     one = [_asked(i, max_new_tokens=8) for i in (ITEMS[0], ITEMS[5])]
-    for item, row in zip(one, s.generate(one, BASELINE), strict=True):
+    for item, row in zip(one, s.generate(one, [BASELINE]), strict=True):
         assert row.prediction == sliding.tokenizer.decode(_greedy(sliding, item, 8), skip_special_tokens=False)
 
 

@@ -86,6 +86,6 @@ class Subject(Protocol):
         """Teacher-forced rows for every item and config; each item's context is prefilled once."""
         ...
 
-    def generate(self, items: Sequence[Item], config: Any) -> Iterator[ItemScore]:
-        """Rows from real decoding under one config."""
+    def generate(self, items: Sequence[Item], configs: Sequence[Any]) -> Iterator[ItemScore]:
+        """Rows from real decoding, for every item and config."""
         ...

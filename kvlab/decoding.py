@@ -1,0 +1,113 @@
+"""Decoding: answers written token by token, many rows at once, each on a compressed cache of its own.
+
+A row that has ended leaves the batch and a waiting one takes its place, so no forward is spent on what is done. What a
+row gets does not depend on its company. Knows caches, tokens and stop strings; nothing of items and their scores.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvlab.cache import KVCache, cache_kwarg
+from kvlab.evals.metrics import cut
+from kvlab.questions import left_padded
+from kvlab.stacked import StackedCache
+
+
+class Job(NamedTuple):
+    """One answer to write: the tokens that ask for it, where its text is cut, and how many tokens it may take."""
+
+    prompt: tuple[int, ...]
+    stop: tuple[str, ...]
+    most: int
+
+
+class Written(NamedTuple):
+    """An answer: text before its stop string, tokens drawn for it, its cache, and its share of the seconds."""
+
+    text: str
+    tokens: int
+    cache: KVCache
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    number: int
+    job: Job
+    cache: KVCache
+    drawn: list[int] = field(default_factory=list)
+    text: str = ""
+    seconds: float = 0.0
+
+
+class Decoder:
+    """A model that writes. `rows` bounds how many answers are written at once; without `stackable` it is one."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int, stackable: bool) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.stackable, self.rows = stackable, rows if stackable else 1
+        ends = model.generation_config.eos_token_id
+        self.ends = set(ends) if isinstance(ends, list) else {ends} if ends is not None else set()
+
+    @torch.no_grad()
+    def write(
+        self, jobs: Sequence[Job], fork: Callable[[Sequence[int]], list[KVCache]]
+    ) -> Iterator[tuple[int, Written]]:
+        """Each job's number with its answer, as they end. `fork` gives fresh caches for the jobs of these numbers."""
+        waiting, active = deque(range(len(jobs))), list[_Row]()
+        stack: StackedCache | KVCache | None = None
+        while waiting or active:
+            free = self.rows - len(active)
+            # A few at a time: each joining is a forward of its own.
+            if waiting and (not active or free >= max(1, self.rows // 4)):
+                numbers = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                joining = [_Row(n, jobs[n], c) for n, c in zip(numbers, fork(numbers), strict=True)]
+                going = self._step(joining, self._stack(joining), [row.job.prompt for row in joining])
+                ended = [row for row in joining if row not in going]
+                active, stack = [*active, *going], None
+            else:
+                stack = stack or self._stack(active)
+                going = self._step(active, stack, [row.drawn[-1:] for row in active])
+                ended = [row for row in active if row not in going]
+                active, stack = going, None if ended else stack
+            for row in ended:
+                yield row.number, Written(row.text, len(row.drawn), row.cache, row.seconds)
+
+    def _stack(self, rows: Sequence[_Row]) -> StackedCache | KVCache:
+        return StackedCache([row.cache for row in rows]) if self.stackable else rows[0].cache
+
+    def _step(self, rows: Sequence[_Row], stack: StackedCache | KVCache, tokens: Sequence[Sequence[int]]) -> list[_Row]:
+        """One forward, one token more for each row; those that go on."""
+        begin = time.perf_counter()
+        ids, valid = left_padded(tokens, self.model.device)
+        logits = self._forward(stack, ids, valid)
+        going = [row for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True) if self._goes_on(row, token)]
+        share = (time.perf_counter() - begin) / len(rows)
+        for row in rows:
+            row.seconds += share
+        return going
+
+    def _forward(self, stack: StackedCache | KVCache, ids: Tensor, valid: Tensor) -> Tensor:
+        """Logits [B, V] after the last token."""
+        more: dict[str, Any] = {}
+        if isinstance(stack, StackedCache):
+            stack.expect(None if bool(valid.all()) else valid)
+            more["position_ids"] = stack.positions(valid)
+        return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more, **{cache_kwarg(): stack}).logits[
+            :, -1
+        ]
+
+    def _goes_on(self, row: _Row, token: int) -> bool:
+        """Take the token in; whether the answer is still open."""
+        if token in self.ends:
+            return False
+        row.drawn.append(token)
+        whole = self.tokenizer.decode(row.drawn)
+        row.text = cut(whole, row.job.stop)
+        return row.text == whole and len(row.drawn) < row.job.most
