@@ -127,9 +127,11 @@ class KVConfig(_Remembers):
         )
 
     def layers(self, compressed: Iterable[int]) -> dict[int, LayerConfig]:
-        """What each of the compressed layers follows, in their order."""
+        """What each of the compressed layers follows, in their order; layers that follow the same share one object."""
         chosen = list(compressed)
-        return {layer: self.at(layer, rank, len(chosen)) for rank, layer in enumerate(chosen)}
+        rules: dict[LayerConfig, LayerConfig] = {}
+        found = {layer: self.at(layer, rank, len(chosen)) for rank, layer in enumerate(chosen)}
+        return {layer: rules.setdefault(rule, rule) for layer, rule in found.items()}
 
     def check(self, shape: ModelShape) -> None:
         """Raise ValueError when this config cannot run on such a model, naming the layer, the value and the rule."""
@@ -184,6 +186,19 @@ class KVConfig(_Remembers):
         Equal to `KVCache.nbytes`; layers that keep a sliding window count what transformers keeps there.
         """
         return self._bytes(LayerConfig.nbytes, shape, prefill, decoded)
+
+    def bytes_by_stream(self, shape: ModelShape, prefill: int, decoded: int = 0) -> dict[str, int]:
+        """`predicted_bytes` by what they store: K, V, scales, positions, raw tokens; what takes nothing is left out."""
+        found: dict[str, int] = {}
+
+        def counted(layer: LayerConfig, s: LayerShape, raw: torch.dtype, held: Occupancy, layers: int) -> int:
+            for name, count in layer.bytes_by_stream(s, raw, held, layers).items():
+                found[name] = found.get(name, 0) + count
+            return layer.nbytes(s, raw, held, layers)
+
+        total = self._bytes(counted, shape, prefill, decoded)
+        found["other layers"] = total - sum(found.values())
+        return {name: count for name, count in found.items() if count}
 
     def read_bytes(self, shape: ModelShape, prefill: int, decoded: int = 0) -> int:
         """Bytes of the cache that the next decode step of one sequence reads then; a sparse reader's mean over steps.
@@ -256,6 +271,14 @@ class KVConfig(_Remembers):
             # Every row of a search is looked up by it, a hundred thousand times: made once for each object.
             object.__setattr__(self, "_id", hashlib.sha256(self.to_json().encode()).hexdigest()[:12])
             return self._id
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+
+        own = self.to_dict()
+        changed = {f.name: own[f.name] for f in fields(self) if getattr(self, f.name) != f.default}
+        document = {"schema": "kvlab.config/1", "id": self.id, "label": self.label, "changed": changed, "config": own}
+        return bundle("config", document | {"toml": self.to_toml()})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "KVConfig":

@@ -183,6 +183,21 @@ class LayerConfig:
         sums = (shape.key_dim + 1) * shape.key_dim * torch.float32.itemsize if self.tracks_queries and held.kept else 0
         return pages * page + heads * ((held.sinks + held.window) * per_raw + mass + sums)
 
+    def bytes_by_stream(self, shape: LayerShape, raw: torch.dtype, held: Occupancy, layers: int = 1) -> dict[str, int]:
+        """What `nbytes` counts, by what it stores: names as in a cache's own inventory, whole pages with their slack."""
+        heads = shape.kv_heads * layers
+        pages = -(-held.stored // self.page_tokens) * (1 if self.ragged else heads)
+        found: dict[str, int] = {}
+        for name, stream in self.streams(shape, raw).items():
+            kind = _kind(name, stream)
+            found[kind] = found.get(kind, 0) + pages * stream.page_bytes
+        per_raw = (shape.key_dim + shape.value_dim) * raw.itemsize
+        found["raw sinks"], found["raw window"] = heads * held.sinks * per_raw, heads * held.window * per_raw
+        rest = self.nbytes(shape, raw, held, layers) - sum(found.values())
+        tracked = heads * held.window * torch.float32.itemsize if self.tracks_mass else 0
+        found["attention mass"] = found.get("attention mass", 0) + tracked
+        return found | {"query sums": rest - tracked}
+
     def read_bytes(self, shape: LayerShape, raw: torch.dtype, held: Occupancy, layers: int = 1) -> int:
         """Bytes one decode step reads of what `nbytes` counts: raw tokens, chosen chunks, summaries, tracked mass.
 
@@ -211,3 +226,13 @@ class LayerConfig:
         mass = (stored + held.window) * torch.float32.itemsize if self.tracks_mass else 0
         per_raw = (shape.key_dim + shape.value_dim) * raw.itemsize
         return heads * (encoded + of_choice + mass + (held.sinks + held.window) * per_raw)
+
+
+def _kind(name: str, stream: Stream) -> str:
+    """What a stream of a page stores, in words."""
+    side, _, part = name.partition(".")
+    if not part:
+        return {"position": "positions", "mass": "attention mass"}[name]
+    if stream.derived:
+        return "chunk summaries"
+    return side.upper() if part in ("codes", "data") else "scales"

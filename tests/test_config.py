@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from variants import ALL_BUDGETS, ALL_CODECS, ALL_SCORERS, PAGE
 
+from kvlab.bench.bytes import CONFIGS as BENCH
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig
 from kvlab.layer import LayerShape, ModelShape
@@ -250,6 +251,28 @@ def test_bytes_of_four_bits_with_scale_and_zero_in_groups_of_32() -> None:
     # Neither a budget of a quarter nor of 1 / 3.3 of fp16 is met: the ratio is 3.2.
     assert pytest.approx(3.2) == 33_792 / 10_560
     assert not 10_560 <= 33_792 / 3.3
+
+
+@pytest.mark.parametrize("config", BENCH, ids=lambda c: c.label)
+def test_bytes_by_stream_add_up(config: KVConfig) -> None:
+    shape = ModelShape((LayerShape(1, 64, 64), LayerShape(1, 64, 64, window=32), LayerShape(1, 64, 64)), torch.float16)
+    if config.budget.evicts and getattr(config.budget, "scope", "") == "model":
+        shape = ModelShape((LayerShape(1, 64, 64),) * 2, torch.float16)
+    overrides = tuple((2 if layer else 0, k, v) for layer, k, v in config.overrides)
+    config = dataclasses.replace(config, overrides=overrides)
+    for prefill, decoded in ((1, 0), (33, 0), (257, 40)):
+        found = config.bytes_by_stream(shape, prefill, decoded)
+        assert sum(found.values()) == config.predicted_bytes(shape, prefill, decoded)
+        assert all(count > 0 for count in found.values())
+
+
+def test_every_stream_has_its_name() -> None:
+    shape = ModelShape((LayerShape(1, 64, 64),), torch.float16)
+    config = KVConfig(key=Affine(bits=4), value=Affine(bits=8), sink_tokens=4, recent_tokens=16, page_tokens=16)
+    # 33 tokens: 4 sinks, 16 recent, 13 in one page of 16; keys 32, values 64, scale and zero of two groups 8 bytes each
+    assert config.bytes_by_stream(shape, 33) == {
+        "K": 512, "V": 1024, "scales": 256, "raw sinks": 4 * 256, "raw window": 16 * 256,
+    }  # fmt: skip
 
 
 def test_page_slack_is_counted() -> None:

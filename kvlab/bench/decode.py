@@ -316,10 +316,10 @@ def table(document: Mapping[str, Any]) -> str:
 
 def write(document: Mapping[str, Any], folder: Path) -> None:
     """decode.json and the figure, each whole or not at all."""
-    from kvlab.bench.decode_figure import draw, rendered
+    from kvlab.report.figures import decode_times
 
     write_whole(folder / "decode.json", json.dumps(document, indent=1, allow_nan=False).encode())
     if any(r["ms_per_token"] is not None for r in document["rows"]):
-        figure = draw(document)
-        for kind in ("png", "svg"):
-            write_whole(folder / f"decode.{kind}", rendered(figure, kind))
+        drawing = decode_times(document)
+        write_whole(folder / "decode.png", drawing.png())
+        write_whole(folder / "decode.svg", drawing.svg())

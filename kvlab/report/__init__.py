@@ -6,13 +6,13 @@ Names load on first use, so that `python -m kvlab.report --help` answers before 
 import importlib
 
 _HOME = {
-    "alt": "kvlab.report.figures",
+    "alt": "kvlab.report.figures.tradeoff",
     "best": "kvlab.report.document",
-    "caption": "kvlab.report.figures",
+    "caption": "kvlab.report.figures.tradeoff",
     "headline": "kvlab.report.document",
     "html": "kvlab.report.page",
     "load": "kvlab.report.document",
-    "pareto": "kvlab.report.figures",
+    "pareto": "kvlab.report.figures.tradeoff",
     "tables": "kvlab.report.frames",
     "write": "kvlab.report.files",
 }

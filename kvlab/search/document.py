@@ -52,6 +52,11 @@ class Describer:
             "longest_context": self.workload.longest(config, self.shape, self.budget),
         }
 
+    def streams(self, config: KVConfig) -> dict[str, int]:
+        """`workload_bytes` by what they store."""
+        by_stream = config.bytes_by_stream(self.shape, self.workload.context)
+        return {name: count * self.workload.concurrency for name, count in by_stream.items()}
+
     def label(self, config: KVConfig) -> str:
         """As the config says it; where formats differ by layer, their mean size and a name that no other mix has."""
         if not config.overrides:
@@ -91,6 +96,7 @@ class Describer:
             "config": config.to_dict(),
             "toml": config.to_toml(),
             **self.measured(config, CONFIRM, items),
+            "streams": self.streams(config),
             "families": {name: f.to_dict() for name, f in judgement.families.items()},
             "tasks": by_task(self.book.get(CONFIRM, config, item) for item in items.items),
             "verdict": judgement.verdict,

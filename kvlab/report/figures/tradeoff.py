@@ -1,43 +1,37 @@
-"""One figure: what a config costs in bytes against what it does to accuracy, one column per family.
+"""What a config costs in bytes against what it does to accuracy, one column per family.
 
 Upper row: configs confirmed on fresh items, difference to the baseline with its 90 % interval. Lower row: everything
 scored while searching, optimistic and without intervals. Knows the result document; opens no window and no file.
 """
 
-import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from kvlab.report import document as doc
+from kvlab.report import frames
+from kvlab.report.figures.drawing import Drawing
+from kvlab.report.figures.ink import GIB, Ink, below, dress, ink, log2_axis, mark, sheet, styles
 
-MARKERS = "osD^vP*h"
 NAMES = 12  # most names written beside searched points in one panel; the table below the figure has them all
-GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Ink:
-    """Colours of one theme."""
-
-    paper: str
-    text: str
-    faint: str
-    over: str
-
-
-LIGHT = Ink(paper="#ffffff", text="#1b1f24", faint="#d5d9de", over="#8a9099")
-DARK = Ink(paper="#15181c", text="#e4e7eb", faint="#3a4048", over="#8a9099")
+def tradeoff_drawing(result: Mapping) -> Drawing:
+    """`pareto` with its words; the table has the lower row's numbers, `frames.family_rows` those of the upper one."""
+    return Drawing(
+        name="pareto",
+        title="Bytes against accuracy",
+        caption=caption(result),
+        alt=alt(result),
+        table=frames.configs(result) if doc.searched(result) else frames.family_rows(result),
+        draw=lambda paint: _pareto(result, paint),
+    )
 
 
 def pareto(result: Mapping, *, dark: bool = False) -> Figure:
@@ -45,31 +39,34 @@ def pareto(result: Mapping, *, dark: bool = False) -> Figure:
 
     Configs over the budget are grey crosses and take no part in the front. Needs at least one family.
     """
-    ink, families = DARK if dark else LIGHT, doc.families(result)
+    return _pareto(result, ink(dark))
+
+
+def _pareto(result: Mapping, paint: Ink) -> Figure:
+    families = doc.families(result)
     if not families:
         raise ValueError("nothing to draw: the result names no family with scores")
     rows = [draw for draw, entries in ((_confirmed, doc.judged(result)), (_searched, doc.searched(result))) if entries]
     rows = rows or [_confirmed]
-    figure = Figure(figsize=(max(3.7 * len(families), 5.6), 3.1 * len(rows) + 1.1), layout="constrained", dpi=120)
-    figure.set_facecolor(ink.paper)
+    figure = sheet(max(3.7 * len(families), 5.6), 3.1 * len(rows) + 1.1, paint)
     grid = figure.subplots(len(rows), len(families), sharex=True, sharey="row", squeeze=False)
-    styles = _styles(result)
+    looks = _looks(result)
     for draw, axes in zip(rows, grid, strict=True):
         for ax, family in zip(axes, families, strict=True):
-            _dress(ax, ink)
-            draw(ax, result, family, styles, ink)
-            _budget(ax, result, ink)
-        axes[0].set_ylabel(_AXES[draw], color=ink.text, fontsize=9)
+            dress(ax, paint)
+            draw(ax, result, family, looks, paint)
+            _budget(ax, result, paint)
+        axes[0].set_ylabel(_AXES[draw], color=paint.text, fontsize=9)
     for ax, family in zip(grid[0], families, strict=True):
-        ax.set_title(_title(result, family), fontsize=10, color=ink.text, loc="left")
+        ax.set_title(_title(result, family), fontsize=10, color=paint.text, loc="left")
     _scale_x([ax for axes in grid for ax in axes], result)
     for ax in grid[-1]:
-        ax.set_xlabel("KV cache at the workload, GiB (log2)", color=ink.text, fontsize=9)
-    _legend(figure, result, styles, ink)
+        ax.set_xlabel("KV cache at the workload, GiB (log2)", color=paint.text, fontsize=9)
+    _legend(figure, result, looks, paint)
     if _searched in rows:
         figure.draw_without_rendering()  # labels are placed in pixels, which exist only after a layout
         for ax, family in zip(grid[rows.index(_searched)], families, strict=True):
-            _label(ax, _unnamed(result, family, styles), ink)
+            _label(ax, _unnamed(result, family, looks), paint)
     return figure
 
 
@@ -111,21 +108,6 @@ def alt(result: Mapping) -> str:
     return " ".join(lines)
 
 
-def png(figure: Figure) -> bytes:
-    """The figure as PNG bytes, the same for the same figure."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def svg(figure: Figure) -> bytes:
-    """The figure as SVG bytes, the same for the same figure: no date, fixed ids, text kept as text."""
-    buffer = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "kvlab", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", facecolor=figure.get_facecolor(), metadata={"Date": None})
-    return buffer.getvalue()
-
-
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Points that no other beats in both coordinates (lower is better), by ascending first coordinate."""
     kept: list[tuple[float, float]] = []
@@ -146,35 +128,37 @@ def side_by_side(sizes: Mapping[str, float], near: float = 1.03, step: float = 1
     return {name: step ** (i - (len(g) - 1) / 2) for g in groups for i, name in enumerate(g)}
 
 
-def _confirmed(ax: Axes, result: Mapping, family: str, styles: Mapping, ink: Ink) -> None:
+def _confirmed(ax: Axes, result: Mapping, family: str, looks: Mapping, paint: Ink) -> None:
     """Paired differences with intervals, the baseline at zero, the margin below it."""
-    ax.axhline(0, color=ink.text, linewidth=1)
+    ax.axhline(0, color=paint.text, linewidth=1)
     for margin in {100 * p["margin"] for p in _pairs(result, family) if p.get("margin") is not None}:
-        ax.axhline(-margin, color=ink.text, linewidth=0.9, linestyle=(0, (4, 3)))
+        ax.axhline(-margin, color=paint.text, linewidth=0.9, linestyle=(0, (4, 3)))
     raw = doc.raw_bytes(result)
     baseline = (result.get("baseline") or {}).get("config_id")
     shift = side_by_side({e["config_id"]: e["workload_bytes"] for e in doc.judged(result) if _has_size(e)})
     if doc.finite(raw):
         inside = doc.fits(result, {"workload_bytes": raw})
-        ax.plot(raw / GIB, 0, "s" if inside else "X", color=ink.text if inside else ink.over, markersize=7, zorder=3)
+        ax.plot(
+            raw / GIB, 0, "s" if inside else "X", color=paint.text if inside else paint.over, markersize=7, zorder=3
+        )
     for entry in doc.judged(result):
         pair = (entry.get("families") or {}).get(family) or {}
         if entry["config_id"] == baseline or not (doc.finite(pair.get("diff")) and _has_size(entry)):
             continue
-        color, marker = styles[entry["config_id"]] if doc.fits(result, entry) else (ink.over, "X")
+        color, marker = looks[entry["config_id"]] if doc.fits(result, entry) else (paint.over, "X")
         x, y = entry["workload_bytes"] / GIB * shift[entry["config_id"]], 100 * pair["diff"]
         if (pair.get("n") or 0) > 1 and doc.finite(pair.get("low")) and doc.finite(pair.get("high")):
             reach = [[y - 100 * pair["low"]], [100 * pair["high"] - y]]
             ax.errorbar(x, y, yerr=reach, color=color, linewidth=1.4, capsize=3, zorder=2, fmt="none")
-        ax.plot(x, y, marker, color=color, markersize=7, zorder=4, markeredgecolor=ink.paper, markeredgewidth=0.7)
+        ax.plot(x, y, marker, color=color, markersize=7, zorder=4, markeredgecolor=paint.paper, markeredgewidth=0.7)
     reach = [100 * v for f in doc.families(result) for p in _pairs(result, f) for v in _extent(p) if doc.finite(v)]
     ax.set_ylim(1.08 * min(reach, default=0) - 1, 1.08 * max(reach, default=0) + 1)
     ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _searched(ax: Axes, result: Mapping, family: str, styles: Mapping, ink: Ink) -> None:
+def _searched(ax: Axes, result: Mapping, family: str, looks: Mapping, paint: Ink) -> None:
     """Search scores without intervals, and the front of what fits and has seen every item: few items flatter."""
-    ax.axhline(0, color=ink.text, linewidth=1)
+    ax.axhline(0, color=paint.text, linewidth=1)
     inside = []
     every = max((_seen(entry, family) for entry in doc.searched(result)), default=0)
     for entry in doc.searched(result):
@@ -183,11 +167,11 @@ def _searched(ax: Axes, result: Mapping, family: str, styles: Mapping, ink: Ink)
             continue
         x, fits = entry["workload_bytes"] / GIB, doc.fits(result, entry)
         inside += [(x, y)] if fits and _seen(entry, family) == every else []
-        color, marker = styles.get(entry["config_id"], (ink.text, ".")) if fits else (ink.over, "X")
-        faint = 1.0 if entry["config_id"] in styles else 0.55
+        color, marker = looks.get(entry["config_id"], (paint.text, ".")) if fits else (paint.over, "X")
+        faint = 1.0 if entry["config_id"] in looks else 0.55
         ax.plot(x, y, marker, color=color, alpha=faint, markersize=6, zorder=3, markeredgecolor="none")
     best = front(inside)
-    ax.step([x for x, _ in best], [y for _, y in best], where="post", color=ink.text, linewidth=0.9, zorder=1)
+    ax.step([x for x, _ in best], [y for _, y in best], where="post", color=paint.text, linewidth=0.9, zorder=1)
     ax.set_yscale("symlog", linthresh=0.1)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
@@ -201,12 +185,10 @@ def _seen(entry: Mapping, family: str) -> int:
 _AXES = {_confirmed: "score difference, points", _searched: "delta NLL, nats per answer token"}
 
 
-def _styles(result: Mapping) -> dict[str, tuple]:
+def _looks(result: Mapping) -> dict[str, tuple]:
     """Colour and marker of each judged config; a colour comes back, with another marker, after eight."""
-    palette = sns.color_palette("colorblind", 8)
     baseline = (result.get("baseline") or {}).get("config_id")
-    ids = [e["config_id"] for e in doc.judged(result) if e["config_id"] != baseline]
-    return {c: (palette[i % 8], MARKERS[(i + i // 8) % len(MARKERS)]) for i, c in enumerate(ids)}
+    return styles(e["config_id"] for e in doc.judged(result) if e["config_id"] != baseline)
 
 
 def _extent(pair: Mapping) -> tuple:
@@ -224,7 +206,7 @@ def _has_size(entry: Mapping) -> bool:
     return doc.finite(entry.get("workload_bytes")) and entry["workload_bytes"] > 0
 
 
-def _unnamed(result: Mapping, family: str, styles: Mapping) -> list[tuple[float, float, str]]:
+def _unnamed(result: Mapping, family: str, looks: Mapping) -> list[tuple[float, float, str]]:
     """Searched points that the legend does not name, anchors first: they get a name only where there is room."""
     anchors = {e["config_id"] for e in doc.searched(result) if e.get("anchor")}
     anchors |= {e["config_id"] for e in result.get("anchors") or []}
@@ -232,11 +214,11 @@ def _unnamed(result: Mapping, family: str, styles: Mapping) -> list[tuple[float,
     return [
         (e["workload_bytes"] / GIB, e["search"][family]["dnll"], e.get("label", e["config_id"]))
         for e in entries
-        if e["config_id"] not in styles and _has_size(e) and doc.finite((e["search"].get(family) or {}).get("dnll"))
+        if e["config_id"] not in looks and _has_size(e) and doc.finite((e["search"].get(family) or {}).get("dnll"))
     ]
 
 
-def _label(ax: Axes, points: Sequence[tuple[float, float, str]], ink: Ink) -> None:
+def _label(ax: Axes, points: Sequence[tuple[float, float, str]], paint: Ink) -> None:
     """Name points beside them, leaving out every name that would cover another name, a point, or the frame."""
     box = ax.get_window_extent()
     marked = [line for line in ax.lines if line.get_marker() not in ("", "None")]
@@ -245,9 +227,9 @@ def _label(ax: Axes, points: Sequence[tuple[float, float, str]], ink: Ink) -> No
     places = {"left": (6, 0), "right": (-6, 0), "center": (0, 7)}  # offsets in points, by alignment
     for x, y, name in points[:NAMES]:
         for align, offset in places.items():
-            style = {"fontsize": 7, "color": ink.text, "ha": align, "va": "center", "zorder": 5}
+            style = {"fontsize": 7, "color": paint.text, "ha": align, "va": "center", "zorder": 5}
             text = ax.annotate(name, (x, y), offset, textcoords="offset points", **style)
-            text.set_path_effects([withStroke(linewidth=2.5, foreground=ink.paper)])  # readable across a line
+            text.set_path_effects([withStroke(linewidth=2.5, foreground=paint.paper)])  # readable across a line
             text.set_in_layout(False)
             room = text.get_window_extent()
             inside = box.x0 <= room.x0 and room.x1 <= box.x1 and box.y0 <= room.y0 and room.y1 <= box.y1
@@ -262,66 +244,37 @@ def _title(result: Mapping, family: str) -> str:
     return f"{family} (baseline {found['score']:.2f})" if found and doc.finite(found.get("score")) else family
 
 
-def _budget(ax: Axes, result: Mapping, ink: Ink) -> None:
+def _budget(ax: Axes, result: Mapping, paint: Ink) -> None:
     if result.get("budget_bytes") is not None:
-        ax.axvline(result["budget_bytes"] / GIB, color=ink.text, linewidth=1.1, linestyle=":")
+        ax.axvline(result["budget_bytes"] / GIB, color=paint.text, linewidth=1.1, linestyle=":")
 
 
 def _scale_x(axes: list[Axes], result: Mapping) -> None:
-    """One log2 axis with room at both ends, ticks at powers of two, or between them when the span is short."""
     entries = [*doc.judged(result), *doc.searched(result)]
     sizes = [e["workload_bytes"] for e in entries if doc.finite(e.get("workload_bytes"))]
     sizes = [s / GIB for s in [*sizes, doc.raw_bytes(result), result.get("budget_bytes")] if doc.finite(s) and s > 0]
-    for ax in axes:
-        ax.set_xscale("log", base=2)
-        if sizes:
-            ax.set_xlim(min(sizes) / 1.25, max(sizes) * 1.25)
-            narrow = max(sizes) / min(sizes) < 6
-            ax.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5) if narrow else (1.0,)))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        ax.xaxis.set_minor_formatter(NullFormatter())
+    log2_axis(axes, sizes)
 
 
-def _dress(ax: Axes, ink: Ink) -> None:
-    ax.set_facecolor(ink.paper)
-    ax.grid(color=ink.faint, linewidth=0.5)
-    ax.set_axisbelow(True)
-    ax.tick_params(colors=ink.text, labelsize=8)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(ink.over)
-
-
-def _legend(figure: Figure, result: Mapping, styles: Mapping, ink: Ink) -> None:
+def _legend(figure: Figure, result: Mapping, looks: Mapping, paint: Ink) -> None:
     entries = {e["config_id"]: e for e in doc.judged(result)}
-    over = _mark("over budget", ink.over, "X")
+    over = mark("over budget", paint.over, "X")
     handles = [
-        _mark(f"{entries[c]['label']}: {entries[c].get('verdict')}", *style)
-        for c, style in styles.items()
+        mark(f"{entries[c]['label']}: {entries[c].get('verdict')}", *style)
+        for c, style in looks.items()
         if doc.fits(result, entries[c])
     ]
     if doc.searched(result):
-        handles.append(_mark("searched", ink.text, "."))
-        handles.append(Line2D([], [], color=ink.text, linewidth=0.9, label="best of what fits"))
+        handles.append(mark("searched", paint.text, "."))
+        handles.append(Line2D([], [], color=paint.text, linewidth=0.9, label="best of what fits"))
     raw, budget = doc.raw_bytes(result), result.get("budget_bytes")
     if doc.finite(raw) and doc.fits(result, {"workload_bytes": raw}):
-        handles.append(_mark("raw cache", ink.text, "s"))
+        handles.append(mark("raw cache", paint.text, "s"))
     if budget is not None:
         label = f"budget {budget / GIB:.2f} GiB"
-        handles += [over, Line2D([], [], color=ink.text, linewidth=1.1, linestyle=":", label=label)]
+        handles += [over, Line2D([], [], color=paint.text, linewidth=1.1, linestyle=":", label=label)]
     margins = sorted({100 * p["margin"] for f in doc.families(result) for p in _pairs(result, f) if p.get("margin")})
     if margins:
         label = f"margin -{'/-'.join(f'{m:g}' for m in margins)} points"
-        handles.append(Line2D([], [], color=ink.text, linewidth=0.9, linestyle=(0, (4, 3)), label=label))
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=max(2, round(figure.get_figwidth() / 2.2)),
-        fontsize=8,
-        frameon=False,
-        labelcolor=ink.text,
-    )
-
-
-def _mark(label: str, color: Any, marker: str) -> Line2D:
-    return Line2D([], [], color=color, marker=marker, linestyle="none", markersize=7, label=label)
+        handles.append(Line2D([], [], color=paint.text, linewidth=0.9, linestyle=(0, (4, 3)), label=label))
+    below(figure, handles, paint)

@@ -1,0 +1,109 @@
+"""How memory grows: bytes a cache holds against the tokens it has seen, or against time.
+
+Knows tables of plain numbers: item rows, decode documents, or what a decode loop noted.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from kvlab.report import document as doc
+from kvlab.report.figures.drawing import Drawing
+from kvlab.report.figures.ink import Ink, below, dress, log2_axis, sheet, styles, unit_of
+
+MOST = 8  # lines in one figure; the table has them all
+RAW = "16 bit, computed"
+
+
+def memory_over_time(
+    frame: pd.DataFrame, *, budget_bytes: float | None = None, about: str = "", joined: bool = True
+) -> Drawing:
+    """Bytes against tokens, or against seconds where the frame has them; one line for each cache.
+
+    `frame` has columns cache, bytes, and tokens or seconds. Raises ValueError naming a missing column, or for no rows.
+    """
+    along = "seconds" if "seconds" in frame.columns else "tokens"
+    missing = [c for c in ("cache", "bytes", along) if c not in frame.columns]
+    if missing or frame.empty:
+        raise ValueError(f"nothing to draw: need rows of cache, bytes and tokens or seconds, got {list(frame.columns)}")
+    table = frame[["cache", along, "bytes"]].sort_values(["cache", along], kind="stable").reset_index(drop=True)
+    names = list(dict.fromkeys(frame["cache"]))
+    last = table.groupby("cache", sort=False).last().loc[names]
+    said = "; ".join(f"{name} {doc.size(float(row['bytes']))}" for name, row in last.iterrows())
+    end = f"{table[along].max():,.0f} {along}"
+    cut = f" The first {MOST} of {len(names)} caches are drawn; the table has all." if len(names) > MOST else ""
+    return Drawing(
+        name="memory",
+        title="Memory as the context grows" if along == "tokens" else "Memory over time",
+        caption=f"Bytes a cache holds, scales and positions included, against {along}, log2 axis. {about}{cut}".strip(),
+        alt=f"Bytes against {along}, one line per cache. At the end, up to {end}: {said}.",
+        table=table,
+        draw=lambda paint: _draw(table, names[:MOST], along, budget_bytes, joined, paint),
+    )
+
+
+def memory_of_rows(rows: pd.DataFrame, labels: Mapping[str, str]) -> Drawing:
+    """From item rows of a run: measured bytes right after contexts of many lengths, for the configs in `labels`.
+
+    Rows of equal length are one point. Adds what 16 bit would take. Raises ValueError where no row is of those configs.
+    """
+    own = rows[rows["config_id"].isin(list(labels))] if len(rows) else rows
+    if own.empty:
+        raise ValueError("nothing to draw: no rows of these configs")
+    points = own.groupby(["config_id", "context_tokens"], sort=False)["measured_bytes"].mean().reset_index()
+    raw = rows.groupby("context_tokens")["raw16_bytes"].mean().reset_index()
+    order = {c: n for n, c in enumerate(labels)}
+    points = points.sort_values("config_id", key=lambda c: c.map(order), kind="stable")
+    named = pd.DataFrame(
+        {
+            "cache": [RAW] * len(raw) + [labels[c] for c in points["config_id"]],
+            "tokens": [*raw["context_tokens"], *points["context_tokens"]],
+            "bytes": [*raw["raw16_bytes"], *points["measured_bytes"]],
+        }
+    )
+    n = own["item_id"].nunique()
+    return memory_over_time(named, about=f"Measured right after the context of n = {n} items.", joined=False)
+
+
+def memory_of_decode(document: Mapping[str, Any]) -> Drawing:
+    """From a decode bench document: bytes each cache held at every context."""
+    rows = [r for r in document["rows"] if r.get("bytes") is not None]
+    frame = pd.DataFrame(
+        [{"cache": r["name"], "tokens": r["context"], "bytes": r["bytes"]} for r in rows],
+        columns=["cache", "tokens", "bytes"],
+    )
+    return memory_over_time(frame, about=f"{document['model']}, one conversation.")
+
+
+def _draw(table: pd.DataFrame, names: list[str], along: str, budget: float | None, joined: bool, paint: Ink) -> Figure:
+    shown = table[table["cache"].isin(names)]
+    looks = styles(n for n in names if n != RAW) | {RAW: (paint.text, "")}
+    sizes = [float(b) for b in shown["bytes"] if b > 0] + ([budget] if budget else [])
+    scale, unit = unit_of(sizes)
+    figure = sheet(7.2, 4.4, paint)
+    ax = figure.subplots()
+    dress(ax, paint)
+    for name in names:
+        own = shown[(shown["cache"] == name) & (shown["bytes"] > 0)]
+        color, marker = looks[name]
+        line = "-" if joined or name == RAW else "none"
+        ax.plot(
+            own[along], own["bytes"] / scale, color=color, marker=marker, linestyle=line, markersize=5, linewidth=1.2,
+            markeredgecolor=paint.paper, markeredgewidth=0.5,
+        )  # fmt: skip
+    if budget:
+        ax.axhline(budget / scale, color=paint.text, linewidth=1.1, linestyle=":")
+    log2_axis([ax], [s / scale for s in sizes], "y")
+    ax.set_xlabel("tokens seen" if along == "tokens" else "seconds", color=paint.text, fontsize=9)
+    ax.set_ylabel(f"bytes held, {unit} (log2)", color=paint.text, fontsize=9)
+    handles = [
+        Line2D([], [], color=looks[n][0], marker=looks[n][1], linestyle="-" if joined or n == RAW else "none", label=n)
+        for n in names
+    ]
+    if budget:
+        handles.append(Line2D([], [], color=paint.text, linestyle=":", label=f"budget {doc.size(budget)}"))
+    below(figure, handles, paint)
+    return figure
