@@ -13,18 +13,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvlab.batching import Batcher, Need
 from kvlab.cache import KVCache, cache_kwarg
 from kvlab.evals.metrics import cut
 from kvlab.questions import left_padded
 from kvlab.stacked import StackedCache
 
+_JOIN_SHARE = 4
+
 
 class Job(NamedTuple):
-    """One answer to write: the tokens that ask for it, where its text is cut, and how many tokens it may take."""
+    """One answer to write: the tokens that ask for it, where its text is cut, how many tokens it may take, and the
+    bytes its cache will hold in the end.
+    """
 
     prompt: tuple[int, ...]
     stop: tuple[str, ...]
     most: int
+    held: int
 
 
 class Written(NamedTuple):
@@ -34,6 +40,9 @@ class Written(NamedTuple):
     tokens: int
     cache: KVCache
     seconds: float
+
+
+Fork = Callable[[Sequence[int]], list[KVCache]]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,37 +56,51 @@ class _Row:
 
 
 class Decoder:
-    """A model that writes. `rows` bounds how many answers are written at once; without `stackable` it is one."""
+    """A model that writes, as many answers at once as `batcher` has room for; without `stackable` one by one."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int, stackable: bool) -> None:
+    def __init__(self, model: Any, tokenizer: Any, batcher: Batcher, *, stackable: bool) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.stackable, self.rows = stackable, rows if stackable else 1
+        self.batcher, self.stackable = batcher, stackable
         ends = model.generation_config.eos_token_id
         self.ends = set(ends) if isinstance(ends, list) else {ends} if ends is not None else set()
 
     @torch.no_grad()
-    def write(
-        self, jobs: Sequence[Job], fork: Callable[[Sequence[int]], list[KVCache]]
-    ) -> Iterator[tuple[int, Written]]:
-        """Each job's number with its answer, as they end. `fork` gives fresh caches for the jobs of these numbers."""
-        waiting, active = deque(range(len(jobs))), list[_Row]()
+    def write(self, jobs: Sequence[Job], fork: Fork) -> Iterator[tuple[int, Written]]:
+        """Each job's number with its answer, as they end. `fork` gives fresh caches for the jobs of these numbers.
+
+        Where memory runs out, the open answers are begun again, half as many at once: a forward that broke off has
+        left their caches between two layers.
+        """
+        waiting, active, full = deque(range(len(jobs))), list[_Row](), 0
         stack: StackedCache | KVCache | None = None
         while waiting or active:
-            free = self.rows - len(active)
-            # A few at a time: each joining is a forward of its own.
-            if waiting and (not active or free >= max(1, self.rows // 4)):
-                numbers = [waiting.popleft() for _ in range(min(free, len(waiting)))]
-                joining = [_Row(n, jobs[n], c) for n, c in zip(numbers, fork(numbers), strict=True)]
-                going = self._step(joining, self._stack(joining), [row.job.prompt for row in joining])
-                ended = [row for row in joining if row not in going]
-                active, stack = [*active, *going], None
-            else:
-                stack = stack or self._stack(active)
-                going = self._step(active, stack, [row.drawn[-1:] for row in active])
-                ended = [row for row in active if row not in going]
-                active, stack = going, None if ended else stack
+            numbers = self._joining(jobs, waiting, len(active), full)
+            try:
+                if numbers:
+                    rows = [_Row(n, jobs[n], c) for n, c in zip(numbers, fork(numbers), strict=True)]
+                    going = self._step(rows, self._stack(rows), [row.job.prompt for row in rows])
+                else:
+                    rows, stack = active, stack or self._stack(active)
+                    going = self._step(rows, stack, [row.drawn[-1:] for row in rows])
+            except (RuntimeError, MemoryError) as error:
+                if not self.batcher.fewer(len(active) + len(numbers), error):
+                    raise
+                waiting.extendleft(sorted([*numbers, *(row.number for row in active)], reverse=True))
+                rows, active, stack = [], [], None
+                continue
+            ended = [row for row in rows if row not in going]
+            if numbers or ended:
+                active, stack = [*active, *going] if numbers else going, None
+            full = len(active) if numbers else full
             for row in ended:
                 yield row.number, Written(row.text, len(row.drawn), row.cache, row.seconds)
+
+    def _joining(self, jobs: Sequence[Job], waiting: deque[int], active: int, full: int) -> list[int]:
+        """Who joins now. Several at a time, because each joining is a forward of its own."""
+        if not waiting or (active and full - active < max(1, full // _JOIN_SHARE)):
+            return []
+        needs = [Need(len(jobs[n].prompt), 1, jobs[n].held) for n in list(waiting)[: self.batcher.most]]
+        return [waiting.popleft() for _ in range(self.batcher.count(needs, active))]
 
     def _stack(self, rows: Sequence[_Row]) -> StackedCache | KVCache:
         return StackedCache([row.cache for row in rows]) if self.stackable else rows[0].cache
@@ -95,13 +118,11 @@ class Decoder:
 
     def _forward(self, stack: StackedCache | KVCache, ids: Tensor, valid: Tensor) -> Tensor:
         """Logits [B, V] after the last token."""
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {cache_kwarg(): stack}
         if isinstance(stack, StackedCache):
             stack.expect(None if bool(valid.all()) else valid)
             more["position_ids"] = stack.positions(valid)
-        return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more, **{cache_kwarg(): stack}).logits[
-            :, -1
-        ]
+        return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more).logits[:, -1]
 
     def _goes_on(self, row: _Row, token: int) -> bool:
         """Take the token in; whether the answer is still open."""

@@ -62,7 +62,7 @@ def generated(decoder: Decoder, forks: Forks, shape: ModelShape, runner: Runner 
 
     Rows come as soon as all before them are there. Programs that are ready at the same time go to `runner` together.
     """
-    jobs = [Job(q.question, q.item.stop, q.item.max_new_tokens) for q in forks.questions for _ in forks.configs]
+    jobs = [_job(question, config, shape) for question in forks.questions for config in forks.configs]
     done: dict[int, Written] = {}
     first, each = 0, len(forks.configs)
     for number, written in decoder.write(jobs, forks):
@@ -76,6 +76,13 @@ def generated(decoder: Decoder, forks: Forks, shape: ModelShape, runner: Runner 
         for n, (question, config), found in zip(numbers, pairs, graded, strict=True):
             yield _row(question, config, shape, forks.sizes[n], forks.seconds[n], done.pop(n), found)
         first = ready
+
+
+def _job(question: Question, config: KVConfig, shape: ModelShape) -> Job:
+    item = question.item
+    after = len(question.question) + item.max_new_tokens
+    held = config.predicted_bytes(shape, len(question.context), after)
+    return Job(question.question, item.stop, item.max_new_tokens, held)
 
 
 def _row(

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.attach import Attachment, Plan, attach, cache_kwarg, make_plan, shape_of
+from kvlab.batching import Batcher
 from kvlab.cache import KVCache
 from kvlab.calibration import calibrated
 from kvlab.centring import Centres
@@ -66,7 +67,7 @@ class LocalSubject:
     """Scores items under configs on one model.
 
     `scorers` are observed in every prefill, so that any config using them can fork; `max_rows` bounds how many rows one
-    forward takes. `query_aware` moves the question before compression.
+    forward takes, which memory may bound further. `query_aware` moves the question before compression.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class LocalSubject:
         *,
         scorers: Sequence[Scorer] = (),
         store: SnapshotStore | None = None,
-        max_rows: int = 48,
+        max_rows: int | None = None,
         query_aware: bool = False,
         plan: Plan | None = None,
     ) -> None:
@@ -85,7 +86,7 @@ class LocalSubject:
         self.shape = shape_of(self.model)
         self.scorers = tuple(dict.fromkeys(s for s in scorers if s.stateful))
         self.store = store or SnapshotStore(snapshot_identity(loaded))
-        self.max_rows = max_rows if self.plan.stackable else 1
+        self.batcher = Batcher(self.model, max_rows if self.plan.stackable else 1)
         self.query_aware = query_aware
         self.counters = Counters()
         self._centres: dict[str, Centres] = {}
@@ -101,7 +102,7 @@ class LocalSubject:
         for config in configs:
             config.check(self.shape)
         centres = self.centres(configs)
-        per_batch = max(1, self.max_rows // max(1, len(configs) + 1))
+        per_batch = max(1, self.batcher.most // max(1, len(configs) + 1))
         questions = [self._tokens(item) for item in items]
         with attach(self.model, BASELINE, plan=self.plan, centres=centres) as attachment:
             for start in range(0, len(questions), per_batch):
@@ -179,14 +180,15 @@ class LocalSubject:
         The caches are read, not written: all continuations of a job share one.
         """
         start = time.perf_counter()
-        rows = [(n, cache, q.question + c, len(c)) for n, (q, cache) in enumerate(jobs) for c in q.continuations]
+        # A continuation's last token predicts nothing that is asked: it is not fed.
+        rows = [(n, cache, q.question + c[:-1], len(c)) for n, (q, cache) in enumerate(jobs) for c in q.continuations]
         out: list[list[Tensor]] = [[] for _ in jobs]
-        for chunk in _chunks(rows, self.max_rows):
+        for chunk in _chunks(rows, self.batcher.most):
             ids, valid = left_padded([row[2] for row in chunk], self.model.device)
             asked = max(row[3] for row in chunk)
-            logits = self._forward([row[1] for row in chunk], ids, valid, asked + 1, read_only=True)
+            logits = self._forward([row[1] for row in chunk], ids, valid, asked, read_only=True)
             for (n, _, _, length), row_logits in zip(chunk, logits, strict=True):
-                out[n].append(row_logits[asked - length : asked])
+                out[n].append(row_logits[asked - length :])
         return out, (time.perf_counter() - start) / len(jobs)
 
     def _forward(
@@ -276,7 +278,7 @@ class LocalSubject:
             config.check(self.shape)
         execution.check_runnable(items, runner)
         questions = [self._tokens(item) for item in items]
-        decoder = Decoder(self.model, self.tokenizer, rows=self.max_rows, stackable=self.plan.stackable)
+        decoder = Decoder(self.model, self.tokenizer, self.batcher, stackable=self.plan.stackable)
         with attach(self.model, BASELINE, plan=self.plan, centres=self.centres(configs)) as attachment:
             forks = Forks(questions, configs, lambda asked: self._snapshots(asked, attachment), attachment)
             for row in generated(decoder, forks, self.shape, runner):

@@ -41,6 +41,8 @@ FLOORS: dict[str, float] = {
     "attach": 4,
     "snapshot": 4.5,  # runs its one prefill on an attached model
     "calibration": 4.7,
+    "room": 0.5,
+    "batching": 0.6,
     "questions": 4.1,
     "decoding": 4.6,
     "generating": 4.8,

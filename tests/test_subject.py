@@ -594,7 +594,7 @@ def test_generated_code_runs_where_a_runner_is_given_and_nowhere_else(loaded, mo
 def test_a_model_with_sliding_layers_scores_and_generates(sliding) -> None:
     s = subject(sliding)
     assert s.plan.stock == (0, 1, 2, 3, 4)
-    assert s.max_rows == 1
+    assert s.batcher.most == 1
     configs = [BASELINE, INT4, CONFIGS[5]]
     found = _by_key(s.score(ITEMS, configs))
     assert s.counters.prefills == len(ITEMS)
