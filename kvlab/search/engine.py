@@ -267,11 +267,17 @@ def check_resumable(session: Session, run: Run) -> None:
 
 
 def execute(
-    session: Session, run: Run, *, quiet: bool = False, share: Callable[[StopFlag], Scoring] | None = None
+    session: Session,
+    run: Run,
+    *,
+    quiet: bool = False,
+    share: Callable[[StopFlag], Scoring] | None = None,
+    show: Callable[[Run, int], Progress] | None = None,
 ) -> dict[str, Any]:
     """Race, confirm and write; returns the result document. Raises Interrupted with everything saved.
 
-    `share` gives what scores items, where other processes help with that.
+    `share` gives what scores items, where other processes help with that. `show` gives
+    what shows the progress of so many units, by default lines or a bar on stderr.
     """
     sizes = Sizes(**run.config["sizes"])
     torch.set_num_threads(run.config["threads"])
@@ -280,7 +286,8 @@ def execute(
     with run.lock(), StopFlag() as stop, answers as scores:
         begun = time.monotonic()
         earlier = float(run.status.get("wall_s", 0.0))
-        progress = Progress(_planned_rows(session, sizes), quiet=quiet)
+        planned = _planned_rows(session, sizes)
+        progress = show(run, planned) if show else Progress(planned, quiet=quiet)
         run.set_status("running")
         # The memo holds forced rows; what is decoded is decoded anew.
         memo = None if request.generate else session.memo

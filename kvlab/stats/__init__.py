@@ -4,7 +4,7 @@ Knows numbers only: scores in [0, 1], paired by item. Knows no model, no cache, 
 """
 
 from kvlab.stats.betting import Sequential, anytime_p, betting_wealth, sequential
-from kvlab.stats.clustered import cluster_bootstrap, score_p, sign_flip_p
+from kvlab.stats.clustered import cluster_bootstrap, mean_interval, score_p, sign_flip_p
 from kvlab.stats.exact import critical_z, pass_rate, unconditional_p
 from kvlab.stats.intervals import Estimate, macro, pooled, sample_error, wilson
 from kvlab.stats.multiple import fixed_sequence, holm
@@ -43,6 +43,7 @@ __all__ = [
     "least_items",
     "macro",
     "mcnemar_p",
+    "mean_interval",
     "n_needed",
     "pass_rate",
     "planned_margin",

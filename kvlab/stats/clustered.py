@@ -54,6 +54,27 @@ def cluster_bootstrap(
     return max(-1.0, min(low, mean - reach)), min(1.0, max(high, mean + reach))
 
 
+def mean_interval(
+    diffs: Sequence[float], clusters: Sequence[Hashable] | None = None, *, level: float = 0.90
+) -> tuple[float, float] | None:
+    """Student's t interval of the mean of differences of any size, such as nats; None for fewer than two clusters.
+
+    Whole clusters vary, items within one do not count as more: the error is that of a ratio of cluster sums to sizes
+    (Cochran, Sampling Techniques, 3rd ed., sections 6.3 and 9A.2), with one less degree of freedom than clusters.
+    Raises ValueError for a level outside (0, 1).
+    """
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level}")
+    sums, sizes = _by_cluster(np.asarray(diffs, dtype=np.float64), clusters)
+    k = len(sums)
+    if k < 2:
+        return None
+    mean = sums.sum() / sizes.sum()
+    error = math.sqrt(k / (k - 1) * float(((sums - mean * sizes) ** 2).sum())) / float(sizes.sum())
+    reach = float(t.isf((1 - level) / 2, k - 1)) * error
+    return float(mean - reach), float(mean + reach)
+
+
 def score_p(diffs: Sequence[float] | np.ndarray, bound: float, clusters: Sequence[Hashable] | None = None) -> float:
     """p-value of H0: the mean difference is `bound` or less. Clusters count once, however many items they have.
 

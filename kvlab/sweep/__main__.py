@@ -9,16 +9,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvlab.sweep.places import SWEEPS, default_root, notebook_of
+from kvlab.sweep.catalog import SWEEPS
+from kvlab.sweep.places import default_root, notebook_of
 
-_EPILOG = f"""sweeps: {", ".join(SWEEPS)}
+_LINES = "\n".join(f"  {name:<11} {sweep.what}" for name, sweep in SWEEPS.items())
+_EPILOG = f"""sweeps:
+{_LINES}
 
 examples:
   python -m kvlab.sweep fp8
   python -m kvlab.sweep fp8 -p formats fp8_e4m3,int8 -p items 128 --out results
+  python -m kvlab.sweep eviction -p formats int8 -p scorers h2o,snapkv -p keep 90%,75%
+  python -m kvlab.sweep sweet_spot -p budget_gb 4 -p minutes 20
   papermill --help-notebook sweeps/fp8_sweep.ipynb          every parameter with its default
 
-exit codes: 0 judged; 1 failed; 2 bad request; 4 judged, but some formats could not be; 130 interrupted and saved.
+exit codes: 0 judged; 1 failed; 2 bad request; 3 nothing fits the budget; 4 judged, but some configs could not be;
+130 interrupted and saved.
 The same command again goes on with an unfinished run."""
 
 
@@ -31,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     # Heavy from here on: torch, papermill.
     from kvlab.search.settings import UsageError, writable
-    from kvlab.sweep.settings import SweepConfig
+    from kvlab.sweep.settings import config_of
 
     given = dict(args.parameters)
     if args.out is not None:
@@ -39,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(f"--out {args.out} and -p out {given['out']} both name the folder: leave one out", 2)
         given["out"] = str(args.out)
     try:
-        config = SweepConfig.from_params(given)
+        config = config_of(args.sweep, given)
         root = Path(config.out).expanduser().absolute() if config.out else default_root()
         writable(root)
     except UsageError as error:
@@ -69,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvlab.sweep",
-        description="Judge storage formats of the KV cache on fresh items, through a notebook.",
+        description="Run a sweep notebook: named caches judged on fresh items, or the search for the best one.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("sweep", metavar="NAME", help=f"which sweep: {', '.join(SWEEPS)}")
+    parser.add_argument("sweep", metavar="NAME", help="which sweep, see below")
     parser.add_argument(
         "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
     )

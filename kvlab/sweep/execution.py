@@ -64,7 +64,7 @@ def execute(notebook: Path, params: Mapping[str, Any], root: Path, *, html: bool
     if html:
         page = final.with_suffix(".html")
         write_whole(page, to_html(done).encode())
-    return Outcome(code=4 if run.result["failures"] else 0, notebook=final, html=page, run=run)
+    return Outcome(code=run.code, notebook=final, html=page, run=run)
 
 
 def shown(notebook: nbformat.NotebookNode) -> tuple[SweepRun | None, str]:

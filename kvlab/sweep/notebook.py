@@ -5,23 +5,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvlab.search.settings import UsageError
+from kvlab.sweep.params import Params
 from kvlab.sweep.settings import SweepConfig
 
 # papermill begins the cell it injects with this line.
 _INJECTED = "# Parameters"
 
 
-def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
+def parameters(namespace: Mapping[str, Any], kind: type[Params] = SweepConfig) -> dict[str, Any]:
     """Every name that the notebook's parameter cells assign, with its value now. Pass `globals()`.
 
-    The cells are the last one that assigns most parameters of a sweep and the last one papermill injected; they are
-    found in the history of executed cells, so a misspelt name is returned too, for `SweepConfig.from_params` to refuse.
+    The cells are the last one that assigns most parameters of `kind` and the last one papermill injected; they are
+    found in the history of executed cells, so a misspelt name is returned too, for `from_params` of it to refuse.
     Names of other cells do not matter. Raises UsageError where no parameter cell has been run.
     """
     history = namespace.get("In")
     if history is None:
         raise UsageError("parameters() reads the history of a notebook; run it in Jupyter or with papermill")
-    known = set(SweepConfig.names())
+    known = set(kind.names())
     own = injected = None
     for source in history:
         if source.lstrip().startswith(_INJECTED):

@@ -3,9 +3,10 @@
 import difflib
 from pathlib import Path
 
+from kvlab.sweep.catalog import SWEEPS
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CHECKOUT = _PACKAGE.parent
-SWEEPS = {"fp8": "fp8_sweep.ipynb"}
 
 
 def notebook_of(name: str) -> Path:
@@ -16,10 +17,11 @@ def notebook_of(name: str) -> Path:
     if name not in SWEEPS:
         near = difflib.get_close_matches(name, SWEEPS, 1, cutoff=0.0)[0]
         raise ValueError(f"unknown sweep {name!r}; nearest is {near!r}, all are {', '.join(SWEEPS)}")
+    file = SWEEPS[name].notebook
     for folder in (_CHECKOUT / "sweeps", _PACKAGE / "_data" / "sweeps"):
-        if (folder / SWEEPS[name]).is_file():
-            return folder / SWEEPS[name]
-    raise FileNotFoundError(f"{SWEEPS[name]} is neither in a checkout of kvlab nor in its wheel; install kvlab again")
+        if (folder / file).is_file():
+            return folder / file
+    raise FileNotFoundError(f"{file} is neither in a checkout of kvlab nor in its wheel; install kvlab again")
 
 
 def default_root() -> Path:

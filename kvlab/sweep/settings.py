@@ -1,27 +1,27 @@
-"""What a sweep was asked to do, from parameters as papermill or a person types them. Checked before a model is loaded.
+"""What a sweep was asked to do. Checked before a model is loaded; knows no model."""
 
-papermill passes unknown names with a warning and leaves "false", "[8,4]" and nan as they come; here each value becomes
-the type of its field or an error that names the parameter. Knows no model.
-"""
-
-import dataclasses
-import difflib
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 from kvlab.evals.item import FAMILIES, unknown
 from kvlab.evals.sets import DEFAULT, families_of
-from kvlab.search.settings import UsageError
-from kvlab.search.sizes import parse_budget
+from kvlab.kernels.chunks import Bound
+from kvlab.policies.base import Scope
+from kvlab.search.settings import Request, UsageError
+from kvlab.sweep.arms import EVICTERS
+from kvlab.sweep.catalog import AXES, SWEEPS
 from kvlab.sweep.formats import FORMATS
+from kvlab.sweep.params import GIGABYTES, NAMES, NUMBER, SHARES, SWITCH, TEXT, WHOLE, WHOLES, Kind, Params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepConfig:
+class SweepConfig(Params):
     """One sweep. `budget_gb` in 10**9 bytes, `items` per family, `out` the folder for run folders ("": the default).
+
+    Every format is combined with every way to keep tokens (`keep` shares of them, by each of `scorers`, in each of
+    `scopes`) and every way to read (`read` shares of the chunks, by each bound and chunk size). A share of 1 keeps or
+    reads everything, once.
 
     `sets` are names as `kvlab.evals.sets` takes them. With `generate` answers are decoded and graded, not forced;
     generated code runs only with `allow_code_exec`.
@@ -32,6 +32,12 @@ class SweepConfig:
     context: int = 131072
     concurrency: int = 8
     formats: tuple[str, ...] = ("raw", "fp8_e4m3", "fp8_e5m2", "int8")
+    scorers: tuple[str, ...] = ("snapkv",)
+    keep: tuple[float, ...] = (1.0,)
+    scopes: tuple[str, ...] = ("head",)
+    read: tuple[float, ...] = (1.0,)
+    chunks: tuple[int, ...] = (16,)
+    bounds: tuple[str, ...] = ("minmax",)
     families: tuple[str, ...] = FAMILIES
     sets: tuple[str, ...] = DEFAULT
     items: int = 64
@@ -41,31 +47,55 @@ class SweepConfig:
     allow_code_exec: bool = False
     out: str = ""
 
+    KINDS: ClassVar[Mapping[str, Kind]] = {
+        "model": TEXT,
+        "budget_gb": GIGABYTES,
+        "context": WHOLE,
+        "concurrency": WHOLE,
+        "formats": NAMES,
+        "scorers": NAMES,
+        "keep": SHARES,
+        "scopes": NAMES,
+        "read": SHARES,
+        "chunks": WHOLES,
+        "bounds": NAMES,
+        "families": NAMES,
+        "sets": NAMES,
+        "items": WHOLE,
+        "seed": WHOLE,
+        "query_aware": SWITCH,
+        "generate": SWITCH,
+        "allow_code_exec": SWITCH,
+        "out": TEXT,
+    }
+
     def __post_init__(self) -> None:
         if not self.model:
             raise UsageError("model is empty: give an alias, hub id, folder or .gguf file")
         for name, least in (("context", 1), ("concurrency", 1), ("items", 2), ("seed", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 0 < self.budget_gb < 1e9 or self.budget_bytes < 1:
-            raise UsageError(f"budget_gb must be a positive number of GB, got {self.budget_gb}")
-        for kind, names, known in (("format", self.formats, tuple(FORMATS)), ("family", self.families, FAMILIES)):
+        _check_budget(self.budget_gb)
+        for kind, names, known in (
+            ("format", self.formats, tuple(FORMATS)),
+            ("scorer", self.scorers, tuple(EVICTERS)),
+            ("scope", self.scopes, get_args(Scope)),
+            ("bound", self.bounds, get_args(Bound)),
+            ("family", self.families, FAMILIES),
+        ):
             for name in names:
                 if name not in known:
                     raise UsageError(str(unknown(kind, name, known)))
-            if not names or len(set(names)) != len(names):
-                raise UsageError(f"name every {kind} once and at least one, got {','.join(names) or 'none'}")
-
-        try:
-            there = families_of(self.sets)
-        except ValueError as error:
-            raise UsageError(f"sets: {error}") from None
-        missing = [family for family in self.families if family not in there]
-        if missing:
-            raise UsageError(
-                f"sets {','.join(self.sets)} have no items of family {', '.join(missing)}: pass families "
-                f"{','.join(there)}, or more sets"
-            )
+            _check_once(kind, names)
+        for kind, shares in (("share to keep", self.keep), ("share to read", self.read)):
+            _check_once(kind, shares)
+            for share in shares:
+                if not 0 < share <= 1:
+                    raise UsageError(f"a {kind} must lie in (0, 1], got {share:g}: 0.5 is half")
+        _check_once("chunk size", self.chunks)
+        if min(self.chunks) < 1:
+            raise UsageError(f"a chunk size must be at least 1, got {min(self.chunks)}")
+        _check_sets(self.sets, self.families)
         if self.allow_code_exec and not self.generate:
             raise UsageError("allow_code_exec runs generated code, and nothing is generated: pass generate True too")
 
@@ -77,96 +107,106 @@ class SweepConfig:
         """How answers are scored, as `kvlab.answering.scoring` takes it."""
         return {"generate": self.generate, "allow_code_exec": self.allow_code_exec}
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """The parameters, in order."""
-        return tuple(f.name for f in dataclasses.fields(cls))
 
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> "SweepConfig":
-        """The config of named values, each brought to its type. Raises UsageError for an unknown name, a value of the
-        wrong type, or one that is not finite."""
-        for name in params:
-            if name not in cls.names():
-                near = difflib.get_close_matches(str(name), cls.names(), 1, cutoff=0.0)
-                raise UsageError(
-                    f"unknown parameter {name!r}; did you mean {near[0]!r}? Known: {', '.join(cls.names())}"
-                )
-        return cls(**{name: _typed(name, value) for name, value in params.items()})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotConfig(Params):
+    """One search as `python -m kvlab.search` takes it. `trials` and `items` are what fits the minutes where they are
+    0; with `memo`, scores of earlier runs of the model are not made again."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """What decides the result: everything but where it is written."""
-        body = dataclasses.asdict(self)
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in body.items() if n != "out"}
+    model: str = "smollm2-135m"
+    budget_gb: float = 6.0
+    context: int = 131072
+    concurrency: int = 8
+    mode: str = "best"
+    layers: str = "auto"
+    minutes: float = 6.0
+    trials: int = 0
+    items: int = 0
+    families: tuple[str, ...] = FAMILIES
+    sets: tuple[str, ...] = DEFAULT
+    seed: int = 0
+    generate: bool = False
+    allow_code_exec: bool = False
+    memo: bool = True
+    out: str = ""
 
-    def to_params(self) -> dict[str, str | int | float | bool]:
-        """The same as plain parameters, lists as comma-separated text; `from_params` gives this config back."""
-        body = dataclasses.asdict(self)
-        return {n: ",".join(v) if isinstance(v, tuple) else v for n, v in body.items()}
+    KINDS: ClassVar[Mapping[str, Kind]] = {
+        "model": TEXT,
+        "budget_gb": GIGABYTES,
+        "context": WHOLE,
+        "concurrency": WHOLE,
+        "mode": TEXT,
+        "layers": TEXT,
+        "minutes": NUMBER,
+        "trials": WHOLE,
+        "items": WHOLE,
+        "families": NAMES,
+        "sets": NAMES,
+        "seed": WHOLE,
+        "generate": SWITCH,
+        "allow_code_exec": SWITCH,
+        "memo": SWITCH,
+        "out": TEXT,
+    }
 
+    def __post_init__(self) -> None:
+        _check_budget(self.budget_gb)
+        for name in ("trials", "items"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} must be at least 0 (what fits the minutes), got {getattr(self, name)}")
+        request = self.request()
+        _check_sets(request.sets, request.families)
 
-def _typed(name: str, value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{name} is {value}: a parameter must be finite")
-    kind, read = _KINDS[name]
-    found = read(value)
-    if found is None:
-        raise UsageError(f"{name} must be {kind}, got {value!r} ({type(value).__name__})")
-    return found
-
-
-# Readers give None for what they cannot read. Python counts True as 1, people do not.
-
-
-def _text(value: Any) -> str | None:
-    return value.strip() if isinstance(value, str) else None
-
-
-def _whole(value: Any) -> int | None:
-    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+(_\d+)*\s*", value):
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        return None
-    return int(value)
-
-
-def _gigabytes(value: Any) -> float | None:
-    if isinstance(value, str):
+    def request(self) -> Request:
+        """The same in the search's own terms. Raises UsageError for what a search refuses."""
+        same = ("model", "context", "concurrency", "mode", "layers", "minutes", "families", "sets", "seed", "generate")
         try:
-            return parse_budget(value) / 1e9
-        except ValueError as error:
-            raise UsageError(f"budget_gb: {error}") from None
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+            return Request(
+                budget_bytes=round(self.budget_gb * 1e9),
+                trials=self.trials or None,
+                items=self.items or None,
+                allow_code_exec=self.allow_code_exec,
+                **{name: getattr(self, name) for name in same},
+            )
+        except UsageError as error:
+            # The search names flags, a notebook has parameters.
+            raise UsageError(str(error).replace("--", "").replace("allow-code-exec", "allow_code_exec")) from None
 
 
-def _switch(value: Any) -> bool | None:
-    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
+def kind_of(sweep: str) -> type[SweepConfig] | type[SpotConfig]:
+    """What the parameters of a sweep become."""
+    return SpotConfig if SWEEPS[sweep].search else SweepConfig
 
 
-def _names(value: Any) -> tuple[str, ...] | None:
-    """A list of names, also as text: `a,b`, `[a, b]` or `["a", "b"]`."""
-    if isinstance(value, str):
-        text = value.strip()
-        bracketed = re.fullmatch(r"\[(.*)\]|\((.*)\)", text)
-        inside = next(g for g in bracketed.groups() if g is not None) if bracketed else text
-        value = [part.strip().strip("\"'") for part in inside.split(",") if part.strip()]
-    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-        return None
-    return tuple(value)
+def config_of(sweep: str, given: Mapping[str, Any]) -> SweepConfig | SpotConfig:
+    """The config of a sweep by name, its own defaults below what is given. Raises UsageError as `from_params` does."""
+    return kind_of(sweep).from_params({**SWEEPS[sweep].defaults, **given})
 
 
-_KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "model": ("text", _text),
-    "budget_gb": ("a number of GB", _gigabytes),
-    "context": ("a whole number", _whole),
-    "concurrency": ("a whole number", _whole),
-    "formats": ("names separated by commas", _names),
-    "families": ("names separated by commas", _names),
-    "sets": ("names separated by commas", _names),
-    "items": ("a whole number", _whole),
-    "seed": ("a whole number", _whole),
-    "query_aware": ("True or False", _switch),
-    "generate": ("True or False", _switch),
-    "allow_code_exec": ("True or False", _switch),
-    "out": ("text", _text),
-}
+def shown_of(sweep: str) -> dict[str, str | int | float | bool]:
+    """The parameters that a sweep's notebook shows, with their defaults, in order."""
+    entry = SWEEPS[sweep]
+    return {n: v for n, v in config_of(sweep, {}).to_params().items() if n not in AXES or n in entry.defaults}
+
+
+def _check_budget(gigabytes: float) -> None:
+    if not 0 < gigabytes < 1e9 or round(gigabytes * 1e9) < 1:
+        raise UsageError(f"budget_gb must be a positive number of GB, got {gigabytes}")
+
+
+def _check_once(kind: str, values: tuple[Any, ...]) -> None:
+    if not values or len(set(values)) != len(values):
+        raise UsageError(f"name every {kind} once and at least one, got {','.join(map(str, values)) or 'none'}")
+
+
+def _check_sets(sets: tuple[str, ...], families: tuple[str, ...]) -> None:
+    try:
+        there = families_of(sets)
+    except ValueError as error:
+        raise UsageError(f"sets: {error}") from None
+    missing = [family for family in families if family not in there]
+    if missing:
+        raise UsageError(
+            f"sets {','.join(sets)} have no items of family {', '.join(missing)}: pass families "
+            f"{','.join(there)}, or more sets"
+        )
