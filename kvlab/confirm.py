@@ -124,7 +124,8 @@ def _stopped(judgement: stats.Judgement) -> dict[str, stats.FamilyVerdict]:
 
 
 def _of(items: EvalSet, family: str) -> list[Item]:
-    return [i for i in items.items if i.family == family]
+    """In the order of ids: resampling hangs on an order, and rows alone must give the same interval again."""
+    return sorted((i for i in items.items if i.family == family), key=lambda i: i.id)
 
 
 def _paired(book: ScoreBook, role: str, items: EvalSet, config: KVConfig) -> dict[str, stats.Paired]:
