@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from kvlab import inventory
 from kvlab.attending import AttentionCall, SeamError, attend_rows
 from kvlab.centre import Centre
 from kvlab.config import KVConfig
@@ -340,6 +341,18 @@ class KVCache(Cache):
         held = self.layers[self.compressed[0]].seen if self.compressed else 0  # type: ignore[union-attr]
         return f"KVCache({self.config.label}, {held} tokens seen, {self.nbytes:,} bytes)"
 
+    def describe(self, budgets: Sequence[int] = inventory.BUDGETS) -> dict[str, Any]:
+        """What is held as plain data (kvlab.cache/1): bytes by stream and layer, tokens kept, what fits budgets."""
+        about = {"label": self.config.label, "config_id": self.config.id, "implementation": self.implementation}
+        return about | inventory.document(
+            [_inventoried(x) for x in self.layers], self.nbytes, self.storage_bytes, budgets
+        )
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+
+        return bundle("cache", self.describe())
+
 
 def _storages(layer: Any) -> list[Tensor]:
     own = (
@@ -352,3 +365,9 @@ def _storages(layer: Any) -> list[Tensor]:
 
 def _stock_bytes(layer: Any) -> int:
     return sum(x.numel() * x.element_size() for x in _storages(layer))
+
+
+def _inventoried(layer: Any) -> inventory.Stock | inventory.Own | None:
+    if isinstance(layer, KVLayer):
+        return inventory.Own(layer.rows, layer.mode, layer.shape) if layer.rows else None
+    return inventory.Stock(_stock_bytes(layer), tuple(tuple(x.shape) for x in _storages(layer)))

@@ -98,6 +98,12 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.path.name}, {self.status['state']})"
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.report.shown import run_document
+        from kvlab.show import bundle
+
+        return bundle("run", run_document(self))
+
     @property
     def status(self) -> dict:
         """state, created, updated, pid, host, cpu_s, peak_rss_bytes of the last writer, and what was passed along."""

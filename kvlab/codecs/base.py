@@ -4,8 +4,9 @@ A codec turns `[N, T, D]` into named streams of shape `[N, rows, width]`. A stre
 row per block of tokens; the page pool stores each stream in its own tensor and never looks inside.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -84,6 +85,25 @@ class Codec(ABC):
         """Stored bits per element of a full page, scales and zeros included."""
         total = sum(s.page_bytes for s in self.streams(head_dim, page_tokens, raw).values())
         return total * 8 / (head_dim * page_tokens)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        about = {"schema": "kvlab.codec/1", "kind": self.kind, "label": self.label, "fields": own}
+        return bundle(
+            "codec", about | {"block_tokens": self.block_tokens, "sizes": [self._stored(d) for d in (64, 128)]}
+        )
+
+    def _stored(self, head_dim: int) -> dict[str, Any]:
+        """Bytes of each stream a token and head, for full pages and raw tokens of 16 bit."""
+        page = self.block_tokens if self.block_tokens > 1 else 16
+        try:
+            self.check(head_dim, len(getattr(self, "exponents", (0,))), page)
+        except ValueError as error:
+            return {"head_dim": head_dim, "refused": str(error), "streams": {}}
+        streams = self.streams(head_dim, page, torch.float16)
+        return {"head_dim": head_dim, "refused": "", "streams": {n: s.page_bytes / page for n, s in streams.items()}}
 
 
 def widened(x: Tensor) -> Tensor:

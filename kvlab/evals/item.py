@@ -109,6 +109,12 @@ class Item:
         """`choice` where there are choices, `tokens` where the share of right tokens is the score, else `greedy`."""
         return "choice" if self.choices else "tokens" if self.forced == "tokens" else "greedy"
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+        from kvlab.show.item import document
+
+        return bundle("item", document(asdict(self) | {"form": self.form, "split": self.split}))
+
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
@@ -152,6 +158,13 @@ class EvalSet:
                 taken[item.family] += 1
                 kept.append(item)
         return EvalSet(self.name, self.version, tuple(kept))
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+        from kvlab.show.items import rows_of
+
+        about = {"name": self.name, "version": self.version, "n": len(self), "sha256": self.sha256}
+        return bundle("items", {"schema": "kvlab.items/1", **about, "tasks": rows_of(self.items)})
 
 
 _LATER = {"metric": "exact", "forced": "exact", "check": None, "references": (), "depths": ()}

@@ -6,7 +6,7 @@ holds the row, the protocol, and the check that a row is well formed.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from kvlab.evals.item import FAMILIES, SPLITS, Item, unknown
@@ -71,6 +71,11 @@ class ItemScore:
                 raise ValueError(f"item {self.item_id}: {name}={value} must lie in [0, 1]")
         if self.form != "generate" and not math.isfinite(self.nll):
             raise ValueError(f"item {self.item_id}: nll={self.nll} is not finite; the logits are broken")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+
+        return bundle("score", {"schema": "kvlab.score/1", **asdict(self)})
 
 
 @runtime_checkable

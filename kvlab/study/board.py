@@ -94,6 +94,12 @@ class Board:
         self._watched: dict[int, tuple[Any, float]] = {}
         self._lost: set[int] = set()
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+        from kvlab.study.summary import document
+
+        return bundle("study", document(self))
+
     # -- the study -------------------------------------------------------------------------------------------------
 
     def spec(self) -> Mapping[str, Any]:

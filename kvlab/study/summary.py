@@ -4,6 +4,7 @@ The best is never a trial that breaks its constraint, whatever its value.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
@@ -12,6 +13,7 @@ from kvlab.study.board import LEASE, REASON, SPEC, WORK, Board
 from kvlab.study.storages import Storage
 
 SCHEMA = "kvlab.study/1"
+BEST, MOST_POINTS = 10, 200  # shown of what is feasible, and of what is complete
 
 
 def summary(board: Board) -> dict[str, Any]:
@@ -31,6 +33,50 @@ def summary(board: Board) -> dict[str, Any]:
         "failed": [_failed(t) for t in trials if t.state == TrialState.FAIL],
         "best": None if best is None else _row(best),
         "nearest_miss": None if best is not None or nearest is None else _row(nearest),
+    }
+
+
+def document(board: Board) -> dict[str, Any]:
+    """The summary and what a picture of the study needs; a storage behind a network is not asked for it.
+
+    `StudyView(summary(board) | pictured(board))` asks, once.
+    """
+    if board.storage.url.startswith("journal:"):
+        return summary(board) | pictured(board)
+    return {"schema": SCHEMA, "study": board.name, "objective": None, "storage": board.storage.url}
+
+
+def view(board: Board) -> "StudyView":
+    """The study as it stands now, read once from its storage wherever that is."""
+    return StudyView(summary(board) | pictured(board))
+
+
+@dataclass(frozen=True, slots=True)
+class StudyView:
+    """A study at one moment. Shows itself without asking its storage again."""
+
+    document: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"StudyView({self.document['study']}, {self.document['trials']})"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from kvlab.show import bundle
+
+        return bundle("study", self.document)
+
+
+def pictured(board: Board) -> dict[str, Any]:
+    """Duplicates, the best of what is feasible, best first, and (violation, value) of what is complete."""
+    trials = board.trials()
+    done = [t for t in trials if t.state == TrialState.COMPLETE and t.value is not None]
+    feasible = sorted((t for t in done if violation(t) <= 0), key=lambda t: (t.value, t.number))
+    step = max(1, -(-len(done) // MOST_POINTS))
+    return {
+        "duplicates": sum(t.user_attrs.get(REASON, {}).get("kind") == "duplicate" for t in trials),
+        "feasible": [_row(t) for t in feasible[:BEST]],
+        "points": [[violation(t), t.value] for t in done[::step]],
+        "front": front(trials),
     }
 
 
