@@ -77,13 +77,13 @@ class Batcher:
     def cost(self) -> Cost:
         """Measured on the model itself: by how much the peak of a forward grows with a token more.
 
-        Logits are counted three times: as they come, as log-probabilities in 32 bit at least, and as probabilities.
+        Logits are counted twice: as they come, and as log-probabilities in 32 bit at least.
         """
         few, many = (peak(functools.partial(self._probe, tokens)) for tokens in _PROBES)
         config = self.model.config.get_text_config(decoder=True)
         size = self.model.dtype.itemsize
         token = -(-(many - few) // (_PROBES[1] - _PROBES[0]))
-        return Cost(max(token, 1), config.vocab_size * (size + 2 * max(size, 4)))
+        return Cost(max(token, 1), config.vocab_size * (size + max(size, 4)))
 
     @torch.no_grad()
     def _probe(self, tokens: int) -> None:
@@ -103,6 +103,14 @@ class Batcher:
             return False
         self.most = count // 2
         return True
+
+    def portions(self, rows: Sequence[T], need: Callable[[T], Need]) -> Iterator[Sequence[T]]:
+        """All rows in order, those together that there is room for now."""
+        start = 0
+        while start < len(rows):
+            count = self.count([need(row) for row in rows[start : start + self.most]])
+            yield rows[start : start + count]
+            start += count
 
     def run(
         self, rows: Sequence[T], need: Callable[[T], Need], forward: Callable[[Sequence[T]], R]

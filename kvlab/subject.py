@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.attach import Attachment, Plan, attach, cache_kwarg, make_plan, shape_of
-from kvlab.batching import Batcher
+from kvlab.batching import Batcher, Need
 from kvlab.cache import KVCache
 from kvlab.calibration import calibrated
 from kvlab.centring import Centres
@@ -27,6 +27,7 @@ from kvlab.evals import execution
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
 from kvlab.generating import Forks, generated
+from kvlab.likelihood import Read, choose, log_probs, read
 from kvlab.models import Loaded
 from kvlab.policies import Scorer
 from kvlab.questions import Question, in_tokens, left_padded, scored
@@ -34,7 +35,6 @@ from kvlab.snapshot import Snapshot, SnapshotStore, take
 from kvlab.stacked import StackedCache
 
 BASELINE = KVConfig()
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -47,6 +47,16 @@ class Counters:
     configs: set[str] = field(default_factory=set)
     item_scores: int = 0
     corrupt_snapshots: int = 0
+
+
+class _Job(NamedTuple):
+    """A question under a config, and the cache to ask."""
+
+    question: Question
+    config: KVConfig
+    snapshot: Snapshot
+    cache: KVCache
+    forked_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +112,25 @@ class LocalSubject:
         for config in configs:
             config.check(self.shape)
         centres = self.centres(configs)
-        per_batch = max(1, self.batcher.most // max(1, len(configs) + 1))
         questions = [self._tokens(item) for item in items]
+        groups, at_once = self._portions(questions, configs)
         with attach(self.model, BASELINE, plan=self.plan, centres=centres) as attachment:
-            for start in range(0, len(questions), per_batch):
-                yield from self._score_batch(questions[start : start + per_batch], configs, attachment, persist)
+            for start in range(0, len(questions), at_once):
+                for group in groups:
+                    yield from self._score_batch(questions[start : start + at_once], group, attachment, persist)
+
+    def _portions(
+        self, questions: Sequence[Question], configs: Sequence[KVConfig]
+    ) -> tuple[list[Sequence[KVConfig]], int]:
+        """Configs whose caches of the longest context fit into memory together, and how many items go with them."""
+        longest = max((len(q.context) for q in questions), default=0)
+        held = {c: Need(0, 0, c.predicted_bytes(self.shape, longest)) for c in configs}
+        groups = list(self.batcher.portions(configs, held.__getitem__))
+        if len(groups) != 1:
+            return groups, 1
+        item = Need(0, 0, sum(need.held for need in held.values()))
+        most = self.batcher.most // (len(configs) + 1)  # rows of an item, that of the full cache among them
+        return groups, self.batcher.count([item] * most) if most else 1
 
     def centres(self, configs: Sequence[KVConfig]) -> dict[str, Centres]:
         """What these configs take out of keys, by centring; measured or read from disk when first asked for.
@@ -124,33 +148,31 @@ class LocalSubject:
     def _score_batch(
         self, questions: Sequence[Question], configs: Sequence[KVConfig], attachment: Attachment, persist: bool
     ) -> Iterator[ItemScore]:
-        snapshots = self._snapshots(questions, attachment)
-        jobs: list[tuple[int, KVConfig, KVCache, float]] = []
+        jobs: list[_Job] = []
         # Compressed once: caches are only read here, so all questions of a context share them.
         forks: dict[tuple[int, KVConfig], KVCache] = {}
-        for n, snapshot in enumerate(snapshots):
+        for question, snapshot in zip(questions, self._snapshots(questions, attachment), strict=True):
             todo = list(configs)
-            if questions[n].asked not in snapshot.references and BASELINE not in todo:
-                todo.insert(0, BASELINE)
+            if question.asked not in snapshot.references:
+                # First, because all others are compared with it.
+                todo = [BASELINE, *(c for c in configs if c != BASELINE)]
             for config in todo:
                 start = time.perf_counter()
                 key = id(snapshot), config
                 if key not in forks:
                     forks[key] = snapshot.fork(config, attachment)
-                jobs.append((n, config, forks[key], time.perf_counter() - start))
-        logits, seconds = self._forced([(questions[n], cache) for n, _, cache, _ in jobs])
-        grown: dict[str, Snapshot] = {}
-        for (n, config, _, _), rows in zip(jobs, logits, strict=True):
-            if config == BASELINE and questions[n].asked not in snapshots[n].references:
-                snapshots[n].references[questions[n].asked] = _log_probs(rows[0])
-                grown[self._key(questions[n])] = snapshots[n]
+                jobs.append(_Job(question, config, snapshot, forks[key], time.perf_counter() - start))
+        before = {id(job.snapshot): len(job.snapshot.references) for job in jobs}
+        reads, seconds = self._forced(jobs)
+        grown = {self._key(j.question): j.snapshot for j in jobs if len(j.snapshot.references) > before[id(j.snapshot)]}
         for key, snapshot in grown.items():
             self.store.put(key, snapshot, on_disk=persist)
-        for (n, config, cache, forked), rows in zip(jobs, logits, strict=True):
-            if config in configs:
-                self.counters.configs.add(config.id)
-                self.counters.item_scores += 1
-                yield self._row(questions[n], config, cache, rows, snapshots[n], forked + seconds)
+        found = {(id(job.question), job.config): (job, read) for job, read in zip(jobs, reads, strict=True)}
+        for question, config in itertools.product(questions, configs):
+            self.counters.configs.add(config.id)
+            self.counters.item_scores += 1
+            job, read = found[(id(question), config)]
+            yield self._row(job, read, seconds)
 
     def _key(self, question: Question) -> str:
         return self.store.key(question.context, self.scorers)
@@ -163,10 +185,18 @@ class LocalSubject:
         found = {key: snapshot for key, snapshot in kept.items() if snapshot is not None}
         missing = [key for key in contexts if key not in found]
         if missing:
-            made = take(self.model, attachment, [contexts[key] for key in missing], self.scorers)
-            for key, snapshot in zip(missing, made, strict=True):
-                found[key] = snapshot
-                self.store.put(key, snapshot, on_disk=False)
+
+            def prefill(some: Sequence[str]) -> list[Snapshot]:
+                return take(self.model, attachment, [contexts[key] for key in some], self.scorers)
+
+            def need(key: str) -> Need:
+                tokens = len(contexts[key])
+                return Need(tokens, 0, 2 * BASELINE.predicted_bytes(self.shape, tokens))  # as recorded, and as kept
+
+            for some, made in self.batcher.run(missing, need, prefill):
+                for key, snapshot in zip(some, made, strict=True):
+                    found[key] = snapshot
+                    self.store.put(key, snapshot, on_disk=False)
             self.counters.prefills += len(missing)
         self.counters.items.update(q.item.id for q in questions)
         self.counters.contexts.update(keys)
@@ -174,22 +204,40 @@ class LocalSubject:
         return [found[key] for key in keys]
 
     @torch.no_grad()
-    def _forced(self, jobs: Sequence[tuple[Question, KVCache]]) -> tuple[list[list[Tensor]], float]:
-        """Logits [A, V] of every continuation of every job; and seconds a job took on average.
+    def _forced(self, jobs: Sequence[_Job]) -> tuple[list[list[Read]], float]:
+        """What was read of every continuation of every job; and seconds a job took on average.
 
-        The caches are read, not written: all continuations of a job share one.
+        The caches are read, not written: all continuations of a job share one. Logits are let go with their forward; of
+        the full cache, log-probabilities of the gold answer stay with the snapshot.
         """
         start = time.perf_counter()
-        # A continuation's last token predicts nothing that is asked: it is not fed.
-        rows = [(n, cache, q.question + c[:-1], len(c)) for n, (q, cache) in enumerate(jobs) for c in q.continuations]
-        out: list[list[Tensor]] = [[] for _ in jobs]
-        for chunk in _chunks(rows, self.batcher.most):
-            ids, valid = left_padded([row[2] for row in chunk], self.model.device)
-            asked = max(row[3] for row in chunk)
-            logits = self._forward([row[1] for row in chunk], ids, valid, asked, read_only=True)
-            for (n, _, _, length), row_logits in zip(chunk, logits, strict=True):
-                out[n].append(row_logits[asked - length :])
+        rows = [(n, job, c) for n, job in enumerate(jobs) for c in job.question.continuations]
+
+        def need(row: tuple[int, _Job, tuple[int, ...]]) -> Need:
+            _, job, ids = row
+            return Need(len(job.question.question) + len(ids) - 1, len(ids))
+
+        out: list[list[Read]] = [[] for _ in jobs]
+        for some, reads in self.batcher.run(rows, need, self._read):
+            for (n, _, _), one in zip(some, reads, strict=True):
+                out[n].append(one)
         return out, (time.perf_counter() - start) / len(jobs)
+
+    def _read(self, rows: Sequence[tuple[int, _Job, tuple[int, ...]]]) -> list[Read]:
+        """One forward over these continuations."""
+        # A continuation's last token predicts nothing that is asked: it is not fed.
+        ids, valid = left_padded([job.question.question + c[:-1] for _, job, c in rows], self.model.device)
+        asked = max(len(c) for _, _, c in rows)
+        logits = self._forward([job.cache for _, job, _ in rows], ids, valid, asked, read_only=True)
+        out = []
+        for (_, job, continuation), row in zip(rows, logits, strict=True):
+            logp = log_probs(row[asked - len(continuation) :])
+            name, references = job.question.asked, job.snapshot.references
+            gold = continuation is job.question.continuations[0]
+            if gold and job.config == BASELINE and name not in references:
+                references[name] = logp.clone()
+            out.append(read(logp, continuation, references[name] if gold and job.config != BASELINE else None))
+        return out
 
     def _forward(
         self,
@@ -212,57 +260,29 @@ class LocalSubject:
             cache = copy.deepcopy(cache)
         return self.model(input_ids=ids, use_cache=True, logits_to_keep=keep, **{cache_kwarg(): cache}).logits
 
-    def _row(
-        self,
-        question: Question,
-        config: KVConfig,
-        cache: KVCache,
-        logits: list[Tensor],
-        snapshot: Snapshot,
-        seconds: float,
-    ) -> ItemScore:
-        item, gold = question.item, torch.tensor(question.continuations[0], device=logits[0].device)
-        logp = _log_probs(logits[0])
-        best = logp.argmax(-1)
-        hits = (best == gold).float()
-        nll = -float(logp.gather(1, gold.unsqueeze(1)).mean())
-        exact = float(hits.all())
-        score, prediction = (float(hits.mean()) if item.forced == "tokens" else exact), self.tokenizer.decode(best)
+    def _row(self, job: _Job, reads: Sequence[Read], seconds: float) -> ItemScore:
+        question, item, gold = job.question, job.question.item, reads[0]
+        exact, share = float(gold.hits.all()), float(gold.hits.mean())
+        score, prediction = (share if item.forced == "tokens" else exact), self.tokenizer.decode(gold.best)
         if item.choices:
-            score, prediction = self._choose(question, logits)
-        kl = top1 = None
-        if config != BASELINE:
-            reference = snapshot.references[question.asked]
-            kl = max(0.0, float((reference.exp() * (reference - logp)).sum(-1).mean()))
-            top1 = float((reference.argmax(-1) == best).float().mean())
+            score, prediction = choose(item, reads)
         return scored(
             question,
-            config,
+            job.config,
             self.shape,
-            measured_bytes=cache.nbytes,
+            measured_bytes=job.cache.nbytes,
             mode="forked",
             form=item.form,
             score=score,
             exact=exact,
-            token_accuracy=float(hits.mean()),
-            nll=nll,
-            kl=kl,
-            top1=top1,
+            token_accuracy=share,
+            nll=-gold.mean,
+            kl=gold.kl,
+            top1=gold.top1,
             prediction=prediction,
-            answer_tokens=len(gold),
-            seconds=seconds,
+            answer_tokens=len(gold.ids),
+            seconds=job.forked_s + seconds,
         )
-
-    def _choose(self, question: Question, logits: list[Tensor]) -> tuple[float, str]:
-        """Length-normalised likelihood over the choices; the gold one comes first and loses ties."""
-        means = []
-        for ids, rows in zip(question.continuations, logits, strict=True):
-            target = torch.tensor(ids, device=rows.device).unsqueeze(1)
-            means.append(float(_log_probs(rows).gather(1, target).mean()))
-        best = max(range(1, len(means)), key=means.__getitem__)
-        chosen = 0 if means[0] > means[best] else best
-        item = question.item
-        return float(chosen == 0), (item.answers[0], *(c for c in item.choices if c != item.answers[0]))[chosen]
 
     # -- generate pass -------------------------------------------------------------------------------------------------
 
@@ -309,16 +329,6 @@ class LocalSubject:
         logits = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_kwarg(): cache}).logits
         # .item() waits for the device, so that the clock is read after the work.
         return torch.tensor([[int(logits[0, -1].argmax().item())]], device=ids.device)
-
-
-def _chunks(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
-
-
-def _log_probs(logits: Tensor) -> Tensor:
-    """In float32 at least; a model in float64 keeps its precision."""
-    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
 def snapshot_identity(loaded: Loaded) -> str:
