@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from kvlab.kernels.rope import Rotary
 from kvlab.layer import LayerConfig, LayerShape
 from kvlab.policies import Scorer
 from kvlab.policies.expected_attention import query_sums
+from kvlab.room import available
 from kvlab.row import Row, settle
 from kvlab.selecting import all_read
 
@@ -222,6 +223,7 @@ def _snapshot_of(layers: Sequence[Any], row: int, tokens: int, scorers: Sequence
 class SnapshotStore:
     """Snapshots by content: in memory up to `memory_bytes`, on disk (if `folder` is given) up to `disk_bytes`.
 
+    In memory they never take more than half of what would be free without them, which `room` counts on their device.
     `identity` is what K and V depend on besides the tokens: weights hash, dtype, device kind, library versions. A file
     that does not verify is dropped and counted in `corrupt`; the caller then makes the snapshot again.
     """
@@ -232,9 +234,10 @@ class SnapshotStore:
         folder: Path | None = None,
         memory_bytes: int = 4 << 30,
         disk_bytes: int = 8 << 30,
+        room: Callable[[torch.device], int] = available,
     ) -> None:
         self.identity, self.folder = identity, folder
-        self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
+        self.memory_bytes, self.disk_bytes, self._room = memory_bytes, disk_bytes, room
         self.corrupt = 0
         self._memory: OrderedDict[str, Snapshot] = OrderedDict()
         if folder is not None:
@@ -286,8 +289,10 @@ class SnapshotStore:
     def _remember(self, key: str, snapshot: Snapshot) -> None:
         self._memory[key] = snapshot
         self._memory.move_to_end(key)
-        while len(self._memory) > 1 and sum(s.nbytes for s in self._memory.values()) > self.memory_bytes:
-            self._memory.popitem(last=False)
+        held = sum(s.nbytes for s in self._memory.values())
+        most = min(self.memory_bytes, (self._room(snapshot.keys[0].device) + held) // 2)
+        while len(self._memory) > 1 and held > most:
+            held -= self._memory.popitem(last=False)[1].nbytes
 
     def _read(self, key: str, scorers: list[Scorer]) -> Snapshot | None:
         if self.folder is None or not (path := self.folder / f"{key}.safetensors").exists():
