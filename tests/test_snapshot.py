@@ -301,6 +301,19 @@ def test_memory_keeps_the_newest_even_when_it_is_too_large() -> None:
     assert store.get("b") is not None
 
 
+def test_memory_shrinks_with_what_is_free() -> None:
+    """Half of what would be free without the snapshots: nothing is free when three are there."""
+    free = 6 * SIZE
+    store = SnapshotStore("id", room=lambda device: free)
+    for n, key in enumerate("abc"):
+        store.put(key, _small(n))
+        free -= SIZE
+    assert [store.get(key) is not None for key in "abc"] == [True] * 3  # half of 4 + 3
+    free = 0
+    store.put("d", _small(4))
+    assert [store.get(key) is not None for key in "abcd"] == [False, False, True, True]  # half of 0 + 4
+
+
 def _names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
