@@ -52,6 +52,7 @@ FLOORS: dict[str, float] = {
     "answering": 5.2,
     "book": 5.3,
     "confirm": 5.6,
+    "explore": 5.9,  # looks into caches and runs; decides nothing
     "search": 6,
     "bench": 6.2,  # simulates whole searches
     "sweep": 6.5,  # the search's sizes, sessions and documents, for formats named beforehand
