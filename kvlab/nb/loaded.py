@@ -14,7 +14,7 @@ from kvlab.report import document as doc
 from kvlab.report.figures.ink import png
 from kvlab.report.figures.tradeoff import alt, pareto
 from kvlab.report.frames import readable, tables
-from kvlab.report.shown import result_document
+from kvlab.report.shown import labels_of, result_document
 from kvlab.runs import Run
 from kvlab.show import result as shown
 from kvlab.sweep.places import default_root
@@ -38,7 +38,7 @@ class LoadedRun:
     @property
     def table(self) -> pd.DataFrame:
         """The baseline and every judged config as text: bytes, paired differences with intervals and n, verdict."""
-        document = result_document(self.result)
+        document = self._document()
         return pd.DataFrame(shown.rows(document), columns=shown.header(document))
 
     @property
@@ -62,12 +62,16 @@ class LoadedRun:
         return Image(data=data, format="png", alt=words)
 
     def __repr__(self) -> str:
-        return shown.text(result_document(self.result))
+        return shown.text(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        scored = self.result["schema"] == "kvlab.rows/1"
+        return result_document(self.result, labels_of(self.run) if scored else {})
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         from kvlab.show import bundle
 
-        return bundle("result", result_document(self.result), json=self.result)
+        return bundle("result", self._document(), json=self.result)
 
 
 def load(run: str | Path | Run, *, root: Path | None = None) -> LoadedRun:
@@ -84,13 +88,6 @@ def picture(run: Run, result: Mapping[str, Any]) -> tuple[bytes, str]:
     """PNG and words of a run's figure: of its result, else of its rows."""
     if doc.families(result):
         return png(pareto(result)), alt(result)
-    scored, labels = result.get("scored") or [], names(run)
+    scored, labels = result.get("scored") or [], labels_of(run)
     return png(sketch(scored, labels)), sketch_alt(scored, labels)
 
-
-def names(run: Run) -> dict[str, str]:
-    """Labels by config id, as the rows have them."""
-    rows = run.rows()
-    if not {"config_id", "label"} <= set(rows.columns):
-        return {}
-    return dict(zip(rows["config_id"], rows["label"], strict=True))

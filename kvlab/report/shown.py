@@ -9,8 +9,11 @@ from kvlab.report import document as doc
 from kvlab.runs import Run
 
 
-def result_document(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result of any schema the report reads, as `kvlab.show` takes it: the judged ones largest first."""
+def result_document(result: Mapping[str, Any], labels: Mapping[str, str] = {}) -> dict[str, Any]:
+    """A result of any schema the report reads, as `kvlab.show` takes it: the judged ones largest first.
+
+    `labels` name configs by id where the document does not: one summed up from rows.
+    """
     word, sentence = doc.headline(result)
     about = [doc.budget_line(result)] if result["schema"] != "kvlab.rows/1" else []
     margin = result.get("margin")
@@ -25,9 +28,9 @@ def result_document(result: Mapping[str, Any]) -> dict[str, Any]:
         "sentence": sentence,
         "about": about,
         "partial": result.get("partial"),
-        "families": doc.families(result) or sorted({r["family"] for r in result.get("scored") or []}),
+        "families": doc.families(result) or _families(result),
         "baseline": _baseline(result),
-        "configs": _scored(result) if result["schema"] == "kvlab.rows/1" else _judged(result),
+        "configs": _scored(result, labels) if result["schema"] == "kvlab.rows/1" else _judged(result),
         "notes": doc.warnings(result),
     }
 
@@ -53,7 +56,9 @@ def run_document(run: Run) -> dict[str, Any]:
         "rows": sum(pq.read_metadata(p).num_rows for p in parts),
         "bytes": sum(p.stat().st_size for p in parts),
         "config": {k: v for k, v in run.config.items() if isinstance(v, str | int | float | bool | list | dict)},
-        "result": result_document(result) if result else None,
+        "result": result_document(result, labels_of(run) if result["schema"] == "kvlab.rows/1" else {})
+        if result
+        else None,
     }
 
 
@@ -98,18 +103,30 @@ def _judged(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _scored(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def labels_of(run: Run) -> dict[str, str]:
+    """Names of configs by id, as a run's rows have them."""
+    rows = run.rows()
+    known = {"config_id", "label"} <= set(rows.columns)
+    return dict(zip(rows["config_id"], rows["label"], strict=True)) if known else {}
+
+
+def _families(result: Mapping[str, Any]) -> list[str]:
+    found = {row["family"] for row in result.get("scored") or []}
+    return [f for f in doc.FAMILY_ORDER if f in found] + sorted(found - set(doc.FAMILY_ORDER))
+
+
+def _scored(result: Mapping[str, Any], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """What a run without a result has scored: means and no verdict."""
     groups: dict[str, dict[str, Any]] = {}
     for row in result["scored"]:
         entry = groups.setdefault(
             row["config_id"],
             {
-                "label": row["config_id"], "config_id": row["config_id"], "bytes": None, "fits": "",
+                "label": labels.get(row["config_id"], row["config_id"]), "config_id": row["config_id"], "bytes": None, "fits": "",
                 "bits": row["effective_bits"], "verdict": "no verdict", "families": {},
             },
         )  # fmt: skip
-        score = f"{100 * row['score']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}] n={row['n']}"
+        score = f"{100 * row['score']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
         entry["families"][row["family"]] = {"n": row["n"], "verdict": score}
     return list(groups.values())
 

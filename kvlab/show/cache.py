@@ -3,10 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlab.show.drawing import MOST_BARS, bars, shares, swatch
+from kvlab.show.drawing import COLOURS, MOST_BARS, bars, shares, swatch
 from kvlab.show.page import Html, esc, folded, head, para, table
 from kvlab.show.words import columns, number, ranges, share, size
 
+# The same stream has the same colour in every cache.
+_STREAMS = (
+    "K", "V", "scales", "raw window", "positions", "other layers", "raw sinks", "attention mass", "chunk summaries",
+    "page slack", "query sums",
+)  # fmt: skip
+_COLOUR = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(_STREAMS)}
 _FORMS = {
     "packed": "packed: attention reads the stored bytes",
     "dense": "dense: stored bytes are decoded for each forward",
@@ -36,12 +42,12 @@ def html(d: Mapping[str, Any]) -> str:
     if not d["nbytes"]:
         return "".join(body)
     header, *rows = _streams(d)
-    marked = [[Html(swatch(i) + esc(row[0])), *row[1:]] for i, row in enumerate(rows)]
+    marked = [[Html(swatch(_COLOUR[row[0]]) + esc(row[0])), *row[1:]] for row in rows[:-1]]
     body += [
-        table(header, marked),
+        table(header, [*marked, rows[-1]]),
         para(_slack(d), "soft") if d["preallocated_bytes"] else "",
         folded(f"Bytes by layer ({_layers(d)})", _bars(d), shown=True),
-        folded(f"Tokens kept: {_kept(d)}", _map(d), shown=True) if d["kept"]["bins"] else para(f"Kept: {_kept(d)}"),
+        folded(f"Tokens kept: {_kept(d)}", _map(d), shown=True) if d["kept"]["share"] < 1 else para(f"kept: {_kept(d)}"),
         para(_sessions(d)),
     ]
     return "".join(body)
@@ -56,7 +62,8 @@ def _shape(d: Mapping[str, Any]) -> str:
     stock = d["layers"] - d["compressed_layers"]
     beside = f" ({stock} of them keep transformers' own cache)" if stock else ""
     heads = f", {d['kv_heads']} KV heads x {d['head_dim']}" if d["kv_heads"] else ""
-    return f"{d['layers']} layers{beside}{heads}; raw tokens in {d['dtype']} on {d['device']}"
+    kept_as = f"; raw tokens in {d['dtype']} on {d['device']}" if d["dtype"] else ""
+    return f"{d['layers']} layers{beside}{heads}{kept_as}"
 
 
 def _sizes(d: Mapping[str, Any]) -> str:
@@ -97,7 +104,7 @@ def _bars(d: Mapping[str, Any]) -> str:
     parts = {name: [layer["bytes"].get(name, 0) for layer in d["per_layer"]] for name in d["streams"]}
     totals = [sum(layer["bytes"].values()) for layer in d["per_layer"]]
     words = f"Stacked bars of bytes by layer, from {size(min(totals))} to {size(max(totals))} a layer"
-    return bars(parts, words) + para(
+    return bars(parts, _COLOUR, words) + para(
         f"layer 0 to {len(totals) - 1}, left to right; {size(min(totals))} to {size(max(totals))} a layer", "soft"
     )
 
@@ -107,10 +114,10 @@ def _map(d: Mapping[str, Any]) -> str:
     means = [sum(row[i] for row in bins) / len(bins) for i in range(len(bins[0]))]
     parts = [f"{100 * sum(part) / len(part):.0f} %" for part in _thirds(means)]
     words = f"Map of tokens kept, layers by positions: {', '.join(parts)} of the first, middle and last third"
-    layers = ranges(d["kept"]["layers"])
+    layers = f"layer{'s' if len(bins) > 1 else ''} {ranges(d['kept']['layers'])}"
     which = "of the first sequence, " if d["rows"] > 1 else ""
     return shares(bins, words) + para(
-        f"{which}position 0 to {d['kept']['tokens'] - 1:,}, left to right; layers {layers}, top to bottom; "
+        f"{which}position 0 to {d['kept']['tokens'] - 1:,}, left to right; {layers}, top to bottom; "
         "the fuller the more heads kept it",
         "soft",
     )

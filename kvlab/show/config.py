@@ -44,7 +44,8 @@ def value(part: Any) -> str:
     """A field as one line: a method by its kind and what it is set to."""
     if isinstance(part, Mapping):
         own = ", ".join(f"{k} {value(v)}" for k, v in part.items() if k != "kind")
-        return f"{part.get('kind', '')}({own})" if own else str(part.get("kind", ""))
+        kind = str(part.get("kind", ""))
+        return f"{kind}({own})" if kind and own else own or kind
     if isinstance(part, list | tuple):
         return cut(" ".join(value(p) for p in part) or "none", 120)
     return cut(str(part), 120)

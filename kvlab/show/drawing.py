@@ -10,16 +10,17 @@ from kvlab.show.page import esc
 COLOURS = ("#0173b2", "#de8f05", "#029e73", "#cc78bc", "#ca9161", "#949494", "#56b4e9", "#d55e00", "#fbafe4", "#ece133")
 MOST_BARS, MOST_ROWS, LEVELS = 64, 16, 4
 _WIDTH, _HEIGHT = 640, 80
+_FILL = "var(--k-fill)"  # a blue that the style makes lighter on dark ground
 
 
-def bars(parts: Mapping[str, Sequence[float]], label: str) -> str:
+def bars(parts: Mapping[str, Sequence[float]], colours: Mapping[str, str], label: str) -> str:
     """Stacked bars: for each name one number a bar. More than MOST_BARS bars are averaged in groups."""
     grouped = {name: group(values, MOST_BARS) for name, values in parts.items()}
     count = max((len(v) for v in grouped.values()), default=0)
     top = max((sum(v[i] for v in grouped.values()) for i in range(count)), default=0) or 1
     step = _WIDTH / max(count, 1)
     at, sums, paths = [0] * count, [0.0] * count, []
-    for colour, values in zip(COLOURS, grouped.values(), strict=False):
+    for name, values in grouped.items():
         moves = []
         for i in range(count):
             # Heights from running sums, so that rounding never opens a gap.
@@ -28,7 +29,7 @@ def bars(parts: Mapping[str, Sequence[float]], label: str) -> str:
             if high > at[i]:
                 moves.append(f"M{round(step * (i + 0.5))} {_HEIGHT - at[i]}v{at[i] - high}")
             at[i] = high
-        paths.append(_stroke("".join(moves), colour, max(1.0, round(step * 0.86, 1))))
+        paths.append(_stroke("".join(moves), colours[name], max(1.0, round(step * 0.86, 1))))
     return _svg(_WIDTH, _HEIGHT, "".join(paths), label)
 
 
@@ -45,7 +46,7 @@ def shares(rows: Sequence[Sequence[float]], label: str) -> str:
                 if here:
                     levels[here - 1] += f"M{start} {tall * y + tall // 2}h{x - start}"
                 start = x
-    paths = "".join(_stroke(moves, COLOURS[0], tall - 1, opacity=(n + 1) / LEVELS) for n, moves in enumerate(levels))
+    paths = "".join(_stroke(moves, _FILL, tall - 1, opacity=(n + 1) / LEVELS) for n, moves in enumerate(levels))
     return _svg(columns or 1, tall * max(1, len(rows)), paths, label, stretched=True)
 
 
@@ -71,7 +72,7 @@ def points(marks: Sequence[tuple[float, float, bool]], front: Sequence[tuple[flo
         px, py = place(x, y)
         line += f"{'L' if n else 'M'}{px} {py}"
     body = (
-        _stroke(line, COLOURS[5], 1) + _stroke(outside, COLOURS[5], 1.5) + _stroke(inside, COLOURS[0], 7, round_=True)
+        _stroke(line, COLOURS[5], 1) + _stroke(outside, COLOURS[5], 1.5) + _stroke(inside, _FILL, 7, round_=True)
     )
     return _svg(wide, high, body, label, limit="20rem")
 
@@ -82,9 +83,9 @@ def group(values: Sequence[float], most: int) -> list[float]:
     return [sum(part) / len(part) for i in range(0, len(values), each) if (part := values[i : i + each])]
 
 
-def swatch(index: int) -> str:
-    """A small square in the colour of the nth part."""
-    return f'<i style="background:{COLOURS[index % len(COLOURS)]}"></i>'
+def swatch(colour: str) -> str:
+    """A small square of one colour."""
+    return f'<i style="background:{colour}"></i>'
 
 
 def _level(value: float) -> int:
@@ -97,7 +98,8 @@ def _stroke(moves: str, colour: str, width: float, *, opacity: float = 1, round_
         return ""
     more = f' stroke-opacity="{opacity:g}"' if opacity < 1 else ""
     more += ' stroke-linecap="round"' if round_ else ""
-    return f'<path d="{moves}" stroke="{colour}" stroke-width="{width:g}" fill="none"{more}/>'
+    paint = f'style="stroke:{colour}"' if colour.startswith("var") else f'stroke="{colour}"'
+    return f'<path d="{moves}" {paint} stroke-width="{width:g}" fill="none"{more}/>'
 
 
 def _svg(wide: int, high: int, body: str, label: str, *, stretched: bool = False, limit: str = "") -> str:

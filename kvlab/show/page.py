@@ -12,11 +12,11 @@ from kvlab.show.words import numeric, safe
 
 _DARK = (
     '[data-jp-theme-light="false"] .kvlab-show,.vscode-dark .kvlab-show,html[data-theme="dark"] .kvlab-show'
-    "{--k-good:#5fd08d;--k-bad:#ff8f85;--k-open:#f0c060}"
+    "{--k-good:#5fd08d;--k-bad:#ff8f85;--k-open:#f0c060;--k-fill:#56b4e9}"
 )
 STYLE = (
     ".kvlab-text{display:none}"
-    ".kvlab-show{display:block!important;--k-good:#0b6b3a;--k-bad:#a3211a;--k-open:#7a5200;"
+    ".kvlab-show{display:block!important;--k-good:#0b6b3a;--k-bad:#a3211a;--k-open:#7a5200;--k-fill:#0173b2;"
     "--k-line:var(--jp-border-color2,rgba(128,128,128,.4));--k-band:var(--jp-layout-color2,rgba(128,128,128,.14));"
     "color:var(--jp-content-font-color1,inherit);"
     "font:13px/1.5 var(--jp-content-font-family,system-ui,sans-serif);max-width:64rem;overflow-x:auto}"
@@ -35,7 +35,7 @@ STYLE = (
     ".kvlab-show pre{background:var(--k-band);color:inherit;padding:.5em .8em;margin:.3em 0;white-space:pre-wrap;"
     "overflow-wrap:anywhere;font:12px/1.45 var(--jp-code-font-family,monospace);max-height:24em;overflow:auto}"
     ".kvlab-show summary{cursor:pointer;color:var(--jp-content-font-color2,inherit)}"
-    ".kvlab-show svg{display:block;width:100%;max-width:40rem;background:var(--k-band)}"
+    ".kvlab-show svg{display:block;width:100%;max-width:40rem;background:rgba(128,128,128,.14)}"
     ".kvlab-show i{display:inline-block;width:.7em;height:.7em;margin-right:.35em}" + _DARK
 )
 
@@ -74,7 +74,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, wrap: bool = 
     rows = [[c if isinstance(c, Html) else str(c) for c in row] for row in rows]
     if not rows:
         return ""
-    right = [i > 0 and all(not isinstance(r[i], Html) and numeric(r[i]) for r in rows) for i in range(len(header))]
+    # Without a header the first column names what is beside it, and that may be anything.
+    right = [i > 0 and any(header) and all(not isinstance(r[i], Html) and numeric(r[i]) for r in rows) for i in range(len(header))]
     top = "".join(f'<th scope="col"{_cell(r, False)}>{esc(h)}</th>' for h, r in zip(header, right, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{_cell(r, wrap)}>{_inner(c)}</td>" for c, r in zip(row, right, strict=True)) + "</tr>"

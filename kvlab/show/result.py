@@ -11,7 +11,7 @@ from kvlab.show.words import columns, cut, line, number, size
 
 SMALL_N = 100
 _MOST = 24
-_TONES = {"HOLDS": "good", "RISES": "good", "WORSE": "bad", "NOTHING FITS": "bad"}
+_TONES = {"baseline": "", "HOLDS": "good", "RISES": "good", "WORSE": "bad", "NOTHING FITS": "bad"}
 
 
 def text(d: Mapping[str, Any]) -> str:
@@ -41,21 +41,38 @@ def html(d: Mapping[str, Any]) -> str:
 
 
 def header(d: Mapping[str, Any]) -> list[str]:
-    return ["config", "at workload", "fits", "bits", *d["families"], "verdict"]
+    sized = ["at workload", "fits"] if _sized(d) else []
+    n = _one_n(d)
+    return ["config", *sized, "bits", *(f"{f}, n={n}" if n else f for f in d["families"]), "verdict"]
+
+
+def _one_n(d: Mapping[str, Any]) -> int | None:
+    """The number of items where it is the same everywhere, and so needs to be said once only."""
+    ns = {p.get("n") for c in [d["baseline"], *d["configs"]] for p in c["families"].values()}
+    return ns.pop() if len(ns) == 1 else None
+
+
+def _sized(d: Mapping[str, Any]) -> bool:
+    """Whether bytes at a workload are known: item rows alone know bits a value only."""
+    return any(c["bytes"] is not None for c in d["configs"])
 
 
 def rows(d: Mapping[str, Any]) -> list[list[str]]:
     """Largest first, the baseline on top; scores and intervals as text, differences in points."""
-    base = d["baseline"]
-    top = [line(base["label"], 40), size(base["bytes"]), "", number(base["bits"], ".2f")]
-    top += [_score(base["families"].get(f)) for f in d["families"]]
-    out = [[*top, "baseline"]]
+    sized, base, out = _sized(d), d["baseline"], []
+    if base["families"]:
+        scores = [_score(base["families"].get(f), _one_n(d)) for f in d["families"]]
+        out.append([*_known(base, "", sized), *scores, "baseline"])
     for c in d["configs"][:_MOST]:
-        cells = [_difference(c["families"].get(f)) for f in d["families"]]
-        known = [line(c["label"], 40), size(c["bytes"]), c["fits"], number(c["bits"], ".2f")]
-        out.append([*known, *cells, str(c["verdict"])])
+        cells = [_difference(c["families"].get(f), _one_n(d)) for f in d["families"]]
+        out.append([*_known(c, c["fits"], sized), *cells, str(c["verdict"])])
     more = len(d["configs"]) - _MOST
-    return [*out, [f"... {more} more", *[""] * (len(d["families"]) + 3), ""]] if more > 0 else out
+    return [*out, [f"... {more} more", *[""] * (len(header(d)) - 1)]] if more > 0 else out
+
+
+def _known(entry: Mapping[str, Any], fits: str, sized: bool) -> list[str]:
+    sizes = [size(entry["bytes"]), fits] if sized else []
+    return [line(entry["label"], 32), *sizes, number(entry["bits"], ".2f")]
 
 
 def flags(d: Mapping[str, Any]) -> list[str]:
@@ -77,18 +94,24 @@ def _covers_zero(pair: Mapping[str, Any]) -> bool:
     return low is not None and high is not None and low <= 0 <= high
 
 
-def _score(found: Mapping[str, Any] | None) -> str:
+def _score(found: Mapping[str, Any] | None, one_n: int | None) -> str:
     if not found:
         return "–"
     known = found.get("low") is not None and found.get("high") is not None
     reach = f" [{100 * found['low']:.1f}, {100 * found['high']:.1f}]" if known else ""
-    return f"{100 * found['score']:.1f}{reach} n={found['n']}"
+    return f"{100 * found['score']:.1f}{reach}{_n(found, one_n)}"
 
 
-def _difference(pair: Mapping[str, Any] | None) -> str:
-    if not pair or pair.get("diff") is None:
-        return str((pair or {}).get("verdict", "–"))
+def _n(found: Mapping[str, Any], one_n: int | None) -> str:
+    return "" if one_n else f" n={found.get('n', '?')}"
+
+
+def _difference(pair: Mapping[str, Any] | None, one_n: int | None) -> str:
+    if not pair:
+        return "–"
+    if pair.get("diff") is None:
+        return f"{pair.get('verdict', '–')}{_n(pair, one_n)}"
     known = pair.get("low") is not None and pair.get("high") is not None
     reach = f" [{100 * pair['low']:+.1f}, {100 * pair['high']:+.1f}]" if known else ""
-    flag = " ⚑" if _covers_zero(pair) or (pair.get("n") or 0) < SMALL_N else ""
-    return f"{100 * pair['diff']:+.1f}{reach} n={pair.get('n', '?')}{flag}"
+    flag = " ⚑" if _covers_zero(pair) else ""
+    return f"{100 * pair['diff']:+.1f}{reach}{_n(pair, one_n)}{flag}"
