@@ -86,13 +86,17 @@ def result(label: str = "int8", configs: int = 3, n: int = 64) -> dict[str, Any]
     words = ("HOLDS", "WORSE", "INCONCLUSIVE")
     rows = [
         {
-            "config_id": f"{i:012x}", "label": label if not i else f"{label} {i}", "workload_bytes": 6_500_000_000 - 10**9 * i
-            if i < 5 else 10**9, "workload_effective_bits": 8.5 - i / 8, "effective_bits": 8.5, "bytes_per_token": 10.0,
+            "config_id": f"{i:012x}",
+            "label": label if not i else f"{label} {i}",
+            "workload_bytes": 6_500_000_000 - 10**9 * i if i < 5 else 10**9,
+            "workload_effective_bits": 8.5 - i / 8,
+            "effective_bits": 8.5,
+            "bytes_per_token": 10.0,
             "families": {f: pair(n, (-0.01, -0.2, 0.03)[i % 3], 0.05, words[i % 3]) for f in FAMILIES},
             "verdict": words[i % 3],
         }
         for i in range(configs)
-    ]  # fmt: skip
+    ]
     base = {f: {"n": n, "score": 0.6, "low": 0.48, "high": 0.71} for f in FAMILIES}
     return {
         "schema": "kvlab.sweep/1",
@@ -120,7 +124,11 @@ def run(root: Path, *, rows: int = 30, document: Mapping[str, Any] | None = None
     made = Run.create(root, "sweep", {"schema": "kvlab.sweep/1", "model": "tiny", "seed": 0})
     records = []
     for n in range(rows):
-        for config, label, full in (("ff" * 6, "uncompressed", True), ("ab" * 6, "int8", False), ("cd" * 6, "int4", False)):
+        for config, label, full in (
+            ("ff" * 6, "uncompressed", True),
+            ("ab" * 6, "int8", False),
+            ("cd" * 6, "int4", False),
+        ):
             bits = {"uncompressed": 16, "int8": 8.5, "int4": 4.5}[label]
             loss = {"uncompressed": 0.0, "int8": 0.002, "int4": 0.2}[label] * random.Random(n).random()
             row = score(n, config, hit=n % 3 > 0, nll=0.5 + loss, kl=None if full else loss, top1=None if full else 0.9,

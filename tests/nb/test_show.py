@@ -132,7 +132,7 @@ def test_pictures_have_words(bundles):
     assert all(p["role"] == "img" and p["aria-label"] for p in pictures)
 
 
-# -- what is said -------------------------------------------------------------------------------------------------------
+# -- what is said ------------------------------------------------------------------------------------------------------
 
 
 def test_a_config_says_what_differs_first(bundles):
@@ -217,7 +217,7 @@ def test_a_study_counts_and_never_calls_the_infeasible_best(bundles):
     assert "1 duplicates" in bundles["study"]["text/plain"]
 
 
-# -- large ones ---------------------------------------------------------------------------------------------------------
+# -- large ones --------------------------------------------------------------------------------------------------------
 
 
 def large_cache(layers, bins=48):
@@ -262,7 +262,7 @@ def test_a_config_of_very_many_layers_stays_small():
     assert "has all" in page  # where the rest of the TOML is
 
 
-# -- pieces -------------------------------------------------------------------------------------------------------------
+# -- pieces ------------------------------------------------------------------------------------------------------------
 
 
 def test_bars_are_as_high_as_their_share():
@@ -287,9 +287,7 @@ def test_groups_are_means():
     assert drawing.group([1.0, 3.0], 2) == [1.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([0, 1, 2, 3, 7], "0-3, 7"), ([], ""), ([5], "5"), ([3, 1, 2], "1-3")]
-)
+@pytest.mark.parametrize(("numbers", "text"), [([0, 1, 2, 3, 7], "0-3, 7"), ([], ""), ([5], "5"), ([3, 1, 2], "1-3")])
 def test_ranges(numbers, text):
     assert words.ranges(numbers) == text
 
