@@ -65,7 +65,7 @@ def mean_interval(
     """
     if not 0.0 < level < 1.0:
         raise ValueError(f"level must lie strictly between 0 and 1, got {level}")
-    sums, sizes = _by_cluster(np.asarray(diffs, dtype=np.float64), clusters)
+    sums, sizes = _by_cluster(np.asarray(diffs, dtype=np.float64), clusters, most=math.inf)
     k = len(sums)
     if k < 2:
         return None
@@ -189,9 +189,12 @@ def _counts(means: np.ndarray) -> tuple[float, float, float]:
     return size, losses / over, gains / over
 
 
-def _by_cluster(values: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:
-    if not np.isfinite(values).all() or (np.abs(values) > 1).any():
-        raise ValueError("differences of scores must be finite and in [-1, 1]")
+def _by_cluster(
+    values: np.ndarray, clusters: Sequence[Hashable] | None, most: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    wrong = values[~np.isfinite(values) | (np.abs(values) > most)]
+    if len(wrong):
+        raise ValueError(f"differences must be finite{' and in [-1, 1]' if most == 1 else ''}, got {wrong[0]}")
     if clusters is None:
         return values, np.ones(len(values))
     if len(clusters) != len(values):
