@@ -79,7 +79,7 @@ def _ls(rest: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "search": (_search, "find the compression that fits a memory budget, and judge it"),
-    "sweep": (_sweep, "judge named storage formats, through a notebook"),
+    "sweep": (_sweep, "judge named caches, or search for the best one, through a notebook"),
     "report": (_report, "show a run: tables, figure, one HTML page"),
     "bench": (_bench, "check and time the engine: identity, bytes, decode, kernels"),
     "worker": (_worker, "help with a search that other processes work on"),
