@@ -33,7 +33,8 @@ def load(run: Run, *, partial: bool = False) -> dict:
     if not partial:
         raise IncompleteError(f"{what}, not complete. Resume it, or pass --partial to see what there is")
     result = check(run.read_json("result.json"), run.path.name) if has_result else from_rows(run)
-    return {**result, "partial": state if state != "done" else "done without a result"}
+    noted = {"error": run.status["error"]} if state == "failed" and run.status.get("error") else {}
+    return {**result, **noted, "partial": state if state != "done" else "done without a result"}
 
 
 def check(result: Any, name: str) -> dict:
@@ -99,6 +100,14 @@ def best(result: Mapping) -> dict | None:
         return next((e for e in good if e["config_id"] == result.get("winner")), None)
     baseline = (result.get("baseline") or {}).get("config_id")
     return min((e for e in good if e["config_id"] != baseline), key=lambda e: e["workload_bytes"], default=None)
+
+
+def partial_line(result: Mapping) -> str:
+    """What a report of an unfinished run says on top."""
+    state = str(result["partial"])
+    word = "FAILED" if state == "failed" else "PARTIAL"
+    error = f" ({result['error']})" if result.get("error") else ""
+    return f"{word}: the run is {state}{error}. Nothing here is final."
 
 
 def headline(result: Mapping) -> tuple[str, str]:

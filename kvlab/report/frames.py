@@ -37,6 +37,16 @@ COLUMNS = {
     "pearson_log": ("correlation of logs", lambda v: f"{v:.2f}"),
     "median_measured_over_predicted": ("measured / predicted, median", lambda v: f"{v:.2f}"),
     "failed": ("caught", lambda v: "yes" if v else "no"),
+    "kl_nats": ("KL, nats", lambda v: f"{v:.3g}"),
+    "measured": ("measured", lambda v: "yes" if v else "by law"),
+    "bytes": ("bytes", doc.size),
+    "tokens": ("tokens", lambda v: f"{v:,.0f}"),
+    "share": ("share", lambda v: f"{100 * v:.1f}%"),
+    "holds": ("holds", lambda v: "yes" if v else "not shown"),
+    "config_verdict": ("its verdict", str),
+    "other_run": ("other run", lambda v: v[-8:]),
+    "first": ("score, first", lambda v: f"{v:.3f}"),
+    "second": ("score, other", lambda v: f"{v:.3f}"),
 }
 TITLES = {
     "before_after": "Before and after",
@@ -47,6 +57,9 @@ TITLES = {
     "additivity": "Losses of layers added up, against what whole configs lost (KL)",
     "configs": "Configs scored while searching (optimistic, not a result)",
     "scored": "Scored so far",
+    "compared_runs": "The runs",
+    "compared_pairs": "Differences on shared items, the other run minus the first",
+    "compared_unlike": "What differs besides configs",
 }
 _MEASURES = (
     ("kv_bytes_workload", "KV bytes at the workload"),

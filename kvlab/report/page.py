@@ -7,15 +7,17 @@ import base64
 import json
 from collections.abc import Mapping
 from html import escape
+from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from kvlab.report import document as doc
-from kvlab.report.figures import alt, caption, png
+from kvlab.report.figures.drawing import Drawing
 from kvlab.report.frames import TITLES, readable, tables, wordy
+from kvlab.report.noise import bumps
 
-_TABLES = ("scored", "families", "finalists", "front", "controls", "additivity")
+# In reading order; the figure "pareto" has the searched configs below it, "families" the paired differences.
+TABLES = ("scored", "families", "finalists", "front", "controls", "additivity")
 TONES = {"HOLDS": "good", "RISES": "good", "WORSE": "bad", "NOTHING FITS": "bad"}
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #59616b; --line: #d5d9de; --band: #f4f6f8;
@@ -26,7 +28,7 @@ _STYLE = """
 body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.1rem; font-weight: 600; color: var(--soft); margin: 0 }
-h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem }
+h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem } h3 { font-size: 1rem; margin: 1.5rem 0 .4rem }
 .verdict { font-size: 1.6rem; line-height: 1.3; margin: .4rem 0 .6rem }
 .word { font-weight: 700; color: var(--open) } .good { color: var(--good) } .bad { color: var(--bad) }
 .partial { border: 2px solid var(--bad); color: var(--bad); padding: .6rem 1rem; font-weight: 600; margin: 0 0 1.5rem }
@@ -38,77 +40,89 @@ td.text, th.text { text-align: left }
 tr.chosen td { background: var(--band); font-weight: 600 }
 figure { margin: 0 } img { max-width: 100%; height: auto } figcaption, .soft { color: var(--soft); font-size: .875rem }
 details { margin: .75rem 0 } summary { cursor: pointer; color: var(--soft) }
+details.run > summary { font-weight: 600; font-size: 1.05rem; color: var(--ink) }
 pre { background: var(--band); padding: .75rem 1rem; overflow-x: auto; font-size: .8125rem }
 ul { padding-left: 1.2rem }
 """
 
 
-def html(result: Mapping, figures: Mapping[str, Figure], provenance: Mapping) -> str:
-    """The page. `figures` maps a name to a figure; a twin named `<name>-dark` is shown to those who prefer dark."""
-    shown = tables(result)
-    word, sentence = doc.headline(result)
-    chosen = doc.best(result)
-    mark = "PARTIAL, " if result.get("partial") else ""
+def html(result: Mapping, drawings: Mapping[str, Drawing], provenance: Mapping) -> str:
+    """The page of one run: the verdict first, provenance last and folded."""
+    word, _ = doc.headline(result)
     title = f"{(result.get('model') or {}).get('name', 'unknown model')}, {result.get('run', 'run')}"
-    body = [
-        _partial(result),
-        f"<h1>{escape(str(title))}</h1>",
-        f'<p class="verdict"><span class="word {TONES.get(word, "")}">{escape(word)}</span> {escape(sentence)}</p>',
-        f"<p>{escape(doc.budget_line(result))}</p>" if result["schema"] != "kvlab.rows/1" else "",
-        _section(shown, "before_after", chosen),
-        *[_figure(name, figures, result, shown, chosen) for name in figures if not name.endswith("-dark")],
-        *[
-            _section(shown, name, chosen)
-            for name in ("scored", "families", "finalists", "front", "controls", "additivity")
-        ],
-        _toml(chosen),
-        _notes(result),
-        _folded("Looks taken at the items", result["ledger"]) if result.get("ledger") else "",
-        _folded("Counts and versions", _counts(result)) if _counts(result) else "",
-        _folded("Provenance", provenance),
-    ]
+    mark = "PARTIAL, " if result.get("partial") else ""
+    body = [run_parts(result, drawings, heading=str(title)), folded("Provenance", provenance)]
+    return whole(f"{mark}{word}: {title}", body)
+
+
+def whole(title: str, body: list[str]) -> str:
+    """A document around parts that are HTML already."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{mark}{escape(word)}: {escape(str(title))}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(part for part in body if part)
         + "\n</body></html>\n"
     )
 
 
-def _partial(result: Mapping) -> str:
-    if not result.get("partial"):
-        return ""
-    state = escape(str(result["partial"]))
-    return f'<p class="partial" role="alert">PARTIAL: the run is {state}. Nothing here is final.</p>'
+def run_parts(result: Mapping, drawings: Mapping[str, Drawing], *, heading: str) -> str:
+    """Everything of one run but its provenance."""
+    shown, chosen = tables(result), doc.best(result)
+    parts = [
+        _partial(result),
+        f"<h1>{escape(heading)}</h1>",
+        verdict(*doc.headline(result)),
+        f"<p>{escape(doc.budget_line(result))}</p>" if result["schema"] != "kvlab.rows/1" else "",
+        _section(shown, "before_after", chosen),
+        *[_drawing(drawing, shown, chosen) for drawing in drawings.values()],
+        *[_section(shown, name, chosen) for name in TABLES],
+        _toml(chosen),
+        listed("Notes", notes(result)),
+        folded("Looks taken at the items", result["ledger"]) if result.get("ledger") else "",
+        folded("Counts and versions", _counts(result)) if _counts(result) else "",
+    ]
+    return "\n".join(part for part in parts if part)
 
 
-def _section(shown: Mapping[str, pd.DataFrame], name: str, chosen: Mapping | None) -> str:
-    return f"<h2>{escape(TITLES[name])}</h2>{_table(name, shown[name], chosen)}" if name in shown else ""
+def verdict(word: str, sentence: str) -> str:
+    tone = TONES.get(word, "")
+    return f'<p class="verdict"><span class="word {tone}">{escape(word)}</span> {escape(sentence)}</p>'
 
 
-def _figure(
-    name: str, figures: Mapping[str, Figure], result: Mapping, shown: Mapping[str, pd.DataFrame], chosen: Mapping | None
-) -> str:
-    dark = figures.get(f"{name}-dark")
-    source = f'<source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">' if dark else ""
-    twin = ""
-    if "configs" in shown:
-        table = _table("configs", shown["configs"], chosen)
-        twin = f"<details><summary>{escape(TITLES['configs'])}</summary>{table}</details>"
+def alert(text: str) -> str:
+    return f'<p class="partial" role="alert">{escape(text)}</p>'
+
+
+def notes(result: Mapping) -> list[str]:
+    """What a reader must know: warnings, scores that fall where bytes grow, the rule of the margin."""
+    lines = [*doc.warnings(result), *bumps(result)]
+    rule = (result.get("margin") or {}).get("rule") if isinstance(result.get("margin"), Mapping) else None
+    return [*lines, f"Margin: {rule}"] if rule else lines
+
+
+def listed(title: str, lines: list[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<h2>{escape(title)}</h2><ul>{items}</ul>" if items else ""
+
+
+def folded(title: str, content: object) -> str:
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+
+
+def picture(drawing: Drawing, twin: str) -> str:
+    """A figure that follows the reader's theme, its caption, and its numbers folded below."""
     return (
-        f"<h2>Bytes against accuracy</h2><figure><picture>{source}"
-        f'<img src="{_data(figures[name])}" alt="{escape(alt(result))}"></picture>'
-        f"<figcaption>{escape(caption(result))}</figcaption></figure>"
-        f"{twin}"
+        f"<h2>{escape(drawing.title)}</h2><figure><picture>"
+        f'<source media="(prefers-color-scheme: dark)" srcset="{_data(drawing.png(dark=True))}">'
+        f'<img src="{_data(drawing.png())}" alt="{escape(drawing.alt)}"></picture>'
+        f"<figcaption>{escape(drawing.caption)}</figcaption></figure>{twin}"
     )
 
 
-def _data(figure: Figure) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(figure)).decode()
-
-
-def _table(name: str, frame: pd.DataFrame, chosen: Mapping | None) -> str:
+def table(name: str, frame: pd.DataFrame, chosen: Mapping | None = None) -> str:
+    """A frame for people. `name` says which it is, for whoever checks the page against the rows."""
     text = readable(name, frame)
     words = wordy(text)
     label = (chosen or {}).get("label")
@@ -121,7 +135,32 @@ def _table(name: str, frame: pd.DataFrame, chosen: Mapping | None) -> str:
         cells = "".join(f"<td{_class(w)}>{escape(str(v))}</td>" for v, w in zip(row, words, strict=True))
         lines.append(f"<tr{mark}>{cells}</tr>")
     rows = "".join(lines)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    named = f'<table data-table="{escape(name)}">'
+    return f'<div class="wide">{named}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def twin(name: str, title: str, frame: pd.DataFrame, chosen: Mapping | None = None) -> str:
+    return f"<details><summary>{escape(title)}</summary>{table(name, frame, chosen)}</details>"
+
+
+def _partial(result: Mapping) -> str:
+    return alert(doc.partial_line(result)) if result.get("partial") else ""
+
+
+def _section(shown: Mapping[str, pd.DataFrame], name: str, chosen: Mapping | None) -> str:
+    return f"<h2>{escape(TITLES[name])}</h2>{table(name, shown[name], chosen)}" if name in shown else ""
+
+
+def _drawing(drawing: Drawing, shown: Mapping[str, pd.DataFrame], chosen: Mapping | None) -> str:
+    if drawing.name == "pareto" and "configs" in shown:
+        return picture(drawing, twin("configs", TITLES["configs"], shown["configs"], chosen))
+    if drawing.name in ("pareto", "families"):
+        return picture(drawing, "")  # its numbers stand in a table of their own, below
+    return picture(drawing, twin(f"figure-{drawing.name}", "The numbers drawn", drawing.table))
+
+
+def _data(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _class(wordy: bool) -> str:
@@ -134,18 +173,5 @@ def _toml(chosen: Mapping | None) -> str:
     return f"<h2>Settings to use</h2><pre>{escape(chosen['toml'])}</pre>"
 
 
-def _notes(result: Mapping) -> str:
-    lines = doc.warnings(result)
-    rule = (result.get("margin") or {}).get("rule") if isinstance(result.get("margin"), Mapping) else None
-    lines += [f"Margin: {rule}"] if rule else []
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<h2>Notes</h2><ul>{items}</ul>" if items else ""
-
-
-def _counts(result: Mapping) -> dict:
+def _counts(result: Mapping) -> dict[str, Any]:
     return {k: result[k] for k in ("counters", "wall_s", "seed", "versions") if result.get(k) is not None}
-
-
-def _folded(title: str, content: object) -> str:
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"

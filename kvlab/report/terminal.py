@@ -21,7 +21,7 @@ def show(result: Mapping, stream: TextIO) -> None:
     # A pipe has no width; 80 columns would fold every table.
     console = Console(file=stream, width=None if stream.isatty() else 150, highlight=False)
     if result.get("partial"):
-        console.print(Text(f"PARTIAL: the run is {result['partial']}. Nothing here is final.", "bold red"))
+        console.print(Text(doc.partial_line(result), "bold red"))
     word, sentence = doc.headline(result)
     console.print(Text.assemble((word, _TONES.get(word, "bold yellow")), "  ", sentence))
     if result["schema"] != "kvlab.rows/1":
@@ -30,17 +30,18 @@ def show(result: Mapping, stream: TextIO) -> None:
     for name in _SHOWN:
         if name in frames:
             console.print()
-            console.print(_table(name, frames[name], doc.best(result)))
+            console.print(table(name, frames[name], doc.best(result)))
     for line in doc.warnings(result):
         console.print(Text(f"note: {line}"))
 
 
-def _table(name: str, frame: pd.DataFrame, chosen: Mapping | None) -> Table:
-    table = Table(title=Text(TITLES[name]), title_justify="left", box=None, pad_edge=False, header_style="bold")
+def table(name: str, frame: pd.DataFrame, chosen: Mapping | None) -> Table:
+    """A frame for people, the chosen config in bold."""
+    shown = Table(title=Text(TITLES[name]), title_justify="left", box=None, pad_edge=False, header_style="bold")
     text = readable(name, frame)
     for column, words in zip(text.columns, wordy(text), strict=True):
-        table.add_column(Text(str(column)), justify="left" if words else "right", overflow="fold")
+        shown.add_column(Text(str(column)), justify="left" if words else "right", overflow="fold")
     for row in text.itertuples(index=False):
         marked = chosen is not None and name == "finalists" and row[0] == chosen["label"]
-        table.add_row(*[Text(str(cell)) for cell in row], style="bold" if marked else None)
-    return table
+        shown.add_row(*[Text(str(cell)) for cell in row], style="bold" if marked else None)
+    return shown

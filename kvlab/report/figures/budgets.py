@@ -4,6 +4,7 @@ Knows the result document. Only judged configs count; what was merely searched i
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -29,9 +30,9 @@ def budget_curve(result: Mapping) -> Drawing:
     if table.empty:
         raise ValueError("nothing to draw: no config of a known size was judged")
     flagged = bumps(result)
-    held = table[table["holds"]]
-    least = held.loc[held["workload_bytes"].idxmin()] if len(held) else None
-    said = f"The least that holds is {least['config']} at {doc.size(least['workload_bytes'])}." if held.size else ""
+    # The table is sorted by size.
+    least = next((row for row in table.to_dict("records") if row["holds"]), None)
+    said = f"The least that holds is {least['config']} at {doc.size(least['workload_bytes'])}." if least else ""
     return Drawing(
         name="budget",
         title="Accuracy that holds, by memory",
@@ -40,7 +41,7 @@ def budget_curve(result: Mapping) -> Drawing:
                 f"Score on fresh items with 95% Wilson intervals (n = {_ns(table)} a family) against the KV cache at "
                 f"{doc.workload(result)}, log2 axis. Filled: shown to hold in every family. Hollow: not shown. The "
                 "line is the best score that holds within each budget; dotted, the full cache.",
-                *(["One item gives no interval: none is drawn."] if (table["n"] == 1).any() else []),
+                *(["One item gives no interval: none is drawn."] if 1 in set(table["n"]) else []),
                 *flagged,
             ]
         ),
@@ -76,16 +77,16 @@ def curve_table(result: Mapping) -> pd.DataFrame:
                     "holds": entry.get("verdict") in doc.GOOD,
                 }
             )
-    return pd.DataFrame(lines).sort_values("workload_bytes", kind="stable") if lines else pd.DataFrame()
+    return pd.DataFrame(sorted(lines, key=lambda line: line["workload_bytes"]))
 
 
 def held_steps(table: pd.DataFrame, family: str) -> list[tuple[float, float]]:
     """Size and score of what holds, smallest first, each better than every smaller one: the best for every budget."""
-    held = table[table["holds"] & (table["family"] == family)].sort_values("workload_bytes")
+    held = [row for row in table.to_dict("records") if row["holds"] and row["family"] == family]
     steps: list[tuple[float, float]] = []
-    for size, score in zip(held["workload_bytes"], held["score"], strict=True):
-        if not steps or score > steps[-1][1]:
-            steps.append((float(size), float(score)))
+    for row in sorted(held, key=lambda row: row["workload_bytes"]):
+        if not steps or row["score"] > steps[-1][1]:
+            steps.append((float(row["workload_bytes"]), float(row["score"])))
     return steps
 
 
@@ -101,8 +102,8 @@ def _draw(result: Mapping, table: pd.DataFrame, paint: Ink) -> Figure:
         _panel(ax, result, table, family, scale, style(n), paint)
         if budget is not None:
             ax.axvline(budget / scale, color=paint.text, linewidth=1.1, linestyle=(0, (1, 1)))
-        own = table[table["family"] == family]["n"]
-        ax.set_title(f"{family}, n = {_ns(own.to_frame())}", fontsize=10, color=paint.text, loc="left")
+        own: Any = table[table["family"] == family]
+        ax.set_title(f"{family}, n = {_ns(own)}", fontsize=10, color=paint.text, loc="left")
     log2_axis(grid, [s / scale for s in sizes])
     grid[0].set_ylabel("score", color=paint.text, fontsize=9)
     grid[0].set_ylim(-0.03, 1.03)
@@ -113,7 +114,7 @@ def _draw(result: Mapping, table: pd.DataFrame, paint: Ink) -> Figure:
         Line2D([], [], color=paint.text, linewidth=1.2, label="best that holds within a budget"),
         Line2D([], [], color=paint.text, linewidth=1, linestyle=":", label="full cache"),
     ]
-    if not table["fits"].all():
+    if not all(table["fits"]):
         handles.append(mark("over budget", paint.over, "X"))
     if budget is not None:
         label = f"budget {doc.size(budget).split(' (')[0]}"
@@ -127,7 +128,9 @@ def _panel(ax: Axes, result: Mapping, table: pd.DataFrame, family: str, scale: f
     base = ((result.get("baseline") or {}).get("families") or {}).get(family) or {}
     if doc.finite(base.get("score")):
         ax.axhline(base["score"], color=paint.text, linewidth=1, linestyle=":")
-    for row in table[table["family"] == family].to_dict("records"):
+    for row in table.to_dict("records"):
+        if row["family"] != family:
+            continue
         x, y = row["workload_bytes"] / scale, row["score"]
         own, shape = (color, marker) if row["fits"] else (paint.over, "X")
         if row["n"] > 1:

@@ -24,13 +24,15 @@ def decode_times(document: Mapping[str, Any]) -> Drawing:
     threads = f"{document['threads']} thread" + ("s" if document["threads"] != 1 else "")
     turns = document.get("turns")
     n = f" of n = {turns} turns" if turns else ""
-    longest = table[table["context"] == table["context"].max()].sort_values("ms_per_token")
-    said = "; ".join(f"{r['name']} {r['ms_per_token']:.1f}" for r in longest.to_dict("records"))
+    timed: list[Any] = table.to_dict("records")
+    most = max(r["context"] for r in timed)
+    longest = sorted((r for r in timed if r["context"] == most), key=lambda r: r["ms_per_token"])
+    said = "; ".join(f"{r['name']} {r['ms_per_token']:.1f}" for r in longest)
     return Drawing(
         name="decode",
         title=f"Decode, {document['model']}, {document['dtype']}, {threads}",
         caption=f"Milliseconds per token, median{n}; bars: least and most. Caches took turns on the same tokens.",
-        alt=f"Milliseconds per token against tokens in the cache. At {longest['context'].iloc[0]:,} tokens: {said}.",
+        alt=f"Milliseconds per token against tokens in the cache. At {most:,} tokens: {said}.",
         table=table,
         draw=lambda paint: _draw(document, table, threads, paint),
     )

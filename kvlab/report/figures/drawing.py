@@ -1,7 +1,7 @@
 """Drawing: a figure in both themes, its numbers as a table, a caption, and words for those who cannot see it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -20,16 +20,23 @@ class Drawing:
     alt: str
     table: pd.DataFrame
     draw: Callable[[Ink], Figure]
+    _made: dict[tuple[str, bool], bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def figure(self, *, dark: bool = False) -> Figure:
         """The figure, made anew."""
         return self.draw(ink(dark))
 
     def png(self, *, dark: bool = False) -> bytes:
-        return png(self.figure(dark=dark))
+        return self._once("png", dark)
 
     def svg(self, *, dark: bool = False) -> bytes:
-        return svg(self.figure(dark=dark))
+        return self._once("svg", dark)
+
+    def _once(self, kind: str, dark: bool) -> bytes:
+        # A page and a file both want it, and drawing takes long.
+        if (kind, dark) not in self._made:
+            self._made[kind, dark] = {"png": png, "svg": svg}[kind](self.figure(dark=dark))
+        return self._made[kind, dark]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         data = {"image/png": self.png(), "text/plain": f"{self.title}. {self.caption}\n\n{self.table.to_string()}"}

@@ -5,6 +5,7 @@ Knows the result document. A net of zero may hide many flips, so a cell shows bo
 
 import textwrap
 from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 import seaborn as sns
@@ -33,9 +34,9 @@ def flips_matrix(result: Mapping) -> Drawing:
 
 def flips_of(rows: pd.DataFrame, *, name: str, title: str, against: str) -> Drawing:
     """The same from a table with columns config, family, n, b (lost), c (gained) and p."""
-    if rows.empty or not {"config", "family", "n", "b", "c"} <= set(rows.columns) or rows["b"].isna().all():
+    if rows.empty or not {"config", "family", "n", "b", "c"} <= set(rows.columns) or all(rows["b"].isna()):
         raise ValueError("nothing to draw: no paired answers")
-    table = rows[[c for c in ("config", "family", "n", "b", "c", "p") if c in rows.columns]].reset_index(drop=True)
+    table: Any = rows[[c for c in ("config", "family", "n", "b", "c", "p") if c in rows.columns]].reset_index(drop=True)
     return Drawing(
         name=name,
         title=title,
@@ -61,8 +62,8 @@ def _draw(table: pd.DataFrame, paint: Ink) -> Figure:
     ax = figure.subplots()
     dress(ax, paint)
     ax.grid(visible=False)
-    net = ((table["c"] - table["b"]) / table["n"]).abs().max()
-    scale = Normalize(-max(net, 0.05), max(net, 0.05))
+    nets = [abs(r["c"] - r["b"]) / r["n"] for r in table.to_dict("records") if r["n"] and doc.finite(r["b"])]
+    scale = Normalize(-max([*nets, 0.05]), max([*nets, 0.05]))
     colors = sns.color_palette("PuOr", as_cmap=True)
     for row in table.to_dict("records"):
         if pd.isna(row["b"]) or pd.isna(row["c"]) or not row["n"]:

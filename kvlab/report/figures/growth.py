@@ -29,11 +29,13 @@ def memory_over_time(
     missing = [c for c in ("cache", "bytes", along) if c not in frame.columns]
     if missing or frame.empty:
         raise ValueError(f"nothing to draw: need rows of cache, bytes and tokens or seconds, got {list(frame.columns)}")
-    table = frame[["cache", along, "bytes"]].sort_values(["cache", along], kind="stable").reset_index(drop=True)
     names = list(dict.fromkeys(frame["cache"]))
-    last = table.groupby("cache", sort=False).last().loc[names]
-    said = "; ".join(f"{name} {doc.size(float(row['bytes']))}" for name, row in last.iterrows())
-    end = f"{table[along].max():,.0f} {along}"
+    rows = zip(frame["cache"], frame[along], frame["bytes"], strict=True)
+    records = sorted(({"cache": c, along: at, "bytes": b} for c, at, b in rows), key=lambda r: r[along])
+    table = pd.DataFrame([r for name in names for r in records if r["cache"] == name])
+    last = {r["cache"]: r["bytes"] for r in records}
+    said = "; ".join(f"{name} {doc.size(float(last[name]))}" for name in names)
+    end = f"{records[-1][along]:,.0f} {along}"
     cut = f" The first {MOST} of {len(names)} caches are drawn; the table has all." if len(names) > MOST else ""
     return Drawing(
         name="memory",
@@ -50,21 +52,17 @@ def memory_of_rows(rows: pd.DataFrame, labels: Mapping[str, str]) -> Drawing:
 
     Rows of equal length are one point. Adds what 16 bit would take. Raises ValueError where no row is of those configs.
     """
-    own = rows[rows["config_id"].isin(list(labels))] if len(rows) else rows
-    if own.empty:
+    own = [r for r in rows.to_dict("records") if r["config_id"] in labels]
+    if not own:
         raise ValueError("nothing to draw: no rows of these configs")
-    points = own.groupby(["config_id", "context_tokens"], sort=False)["measured_bytes"].mean().reset_index()
-    raw = rows.groupby("context_tokens")["raw16_bytes"].mean().reset_index()
-    order = {c: n for n, c in enumerate(labels)}
-    points = points.sort_values("config_id", key=lambda c: c.map(order), kind="stable")
-    named = pd.DataFrame(
-        {
-            "cache": [RAW] * len(raw) + [labels[c] for c in points["config_id"]],
-            "tokens": [*raw["context_tokens"], *points["context_tokens"]],
-            "bytes": [*raw["raw16_bytes"], *points["measured_bytes"]],
-        }
-    )
-    n = own["item_id"].nunique()
+    seen: dict[tuple[str, int], list[float]] = {}
+    for row in own:
+        seen.setdefault((RAW, row["context_tokens"]), []).append(row["raw16_bytes"])
+        seen.setdefault((labels[row["config_id"]], row["context_tokens"]), []).append(row["measured_bytes"])
+    points = [{"cache": c, "tokens": tokens, "bytes": sum(b) / len(b)} for (c, tokens), b in seen.items()]
+    order = {name: n for n, name in enumerate([RAW, *labels.values()])}
+    named = pd.DataFrame(sorted(points, key=lambda p: order[str(p["cache"])]))
+    n = len({row["item_id"] for row in own})
     return memory_over_time(named, about=f"Measured right after the context of n = {n} items.", joined=False)
 
 
@@ -79,7 +77,7 @@ def memory_of_decode(document: Mapping[str, Any]) -> Drawing:
 
 
 def _draw(table: pd.DataFrame, names: list[str], along: str, budget: float | None, joined: bool, paint: Ink) -> Figure:
-    shown = table[table["cache"].isin(names)]
+    shown: Any = table[table["cache"].isin(names)]
     looks = styles(n for n in names if n != RAW) | {RAW: (paint.text, "")}
     sizes = [float(b) for b in shown["bytes"] if b > 0] + ([budget] if budget else [])
     scale, unit = unit_of(sizes)

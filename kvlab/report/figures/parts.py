@@ -26,13 +26,14 @@ def bytes_by_stream(frame: pd.DataFrame, *, where: str = "at the workload", raw_
     missing = [c for c in ("cache", "stream", "bytes") if c not in frame.columns]
     if missing or frame.empty:
         raise ValueError(f"nothing to draw: need rows of cache, stream and bytes, got {list(frame.columns)}")
-    table = frame[frame["bytes"] > 0][["cache", "stream", "bytes"]].reset_index(drop=True)
-    totals = table.groupby("cache", sort=False)["bytes"].sum()
-    table["share"] = table["bytes"] / table["cache"].map(totals)
+    rows = zip(frame["cache"], frame["stream"], frame["bytes"], strict=True)
+    records: list[dict] = [{"cache": c, "stream": s, "bytes": b} for c, s, b in rows if b > 0]
+    totals = _totals(records)
+    records = [{**r, "share": r["bytes"] / totals[r["cache"]]} for r in records]
+    table = pd.DataFrame(records)
     said = [
-        f"{cache}: {doc.size(float(total))}, " + ", ".join(_share(r) for r in own.to_dict("records")) + "."
+        f"{cache}: {doc.size(total)}, {', '.join(_share(r) for r in records if r['cache'] == cache)}."
         for cache, total in totals.items()
-        for own in [table[table["cache"] == cache]]
     ]
     line = f" Dashed: 16 bit, {doc.size(raw_bytes)}." if raw_bytes else ""
     return Drawing(
@@ -55,6 +56,14 @@ def streams_of(entries: Iterable[Mapping]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["cache", "stream", "bytes"])
 
 
+def _totals(records: Iterable[Mapping]) -> dict[str, float]:
+    """Bytes of each cache, in order of appearance."""
+    sums: dict[str, float] = {}
+    for row in records:
+        sums[row["cache"]] = sums.get(row["cache"], 0.0) + row["bytes"]
+    return sums
+
+
 def _share(row: Mapping) -> str:
     return f"{row['stream']} {100 * row['share']:.1f}%"
 
@@ -67,12 +76,13 @@ def _draw(table: pd.DataFrame, raw: float | None, where: str, paint: Ink) -> Fig
     ax = figure.subplots()
     dress(ax, paint)
     ax.grid(visible=False, axis="y")
-    scale, unit = unit_of([*table.groupby("cache")["bytes"].sum(), raw or 0])
+    records = table.to_dict("records")
+    scale, unit = unit_of([*_totals(records).values(), raw or 0])
     palette = sns.color_palette("colorblind", HUES)
     looks = {s: (palette[n % HUES], _HATCHES[(n + n // HUES) % len(_HATCHES)]) for n, s in enumerate(streams)}
     for y, cache in enumerate(caches):
         left = 0.0
-        for row in table[table["cache"] == cache].to_dict("records"):
+        for row in (r for r in records if r["cache"] == cache):
             color, hatch = looks[row["stream"]]
             ax.barh(
                 y, row["bytes"] / scale, left=left, color=color, hatch=hatch, edgecolor=paint.paper, linewidth=0.5,
