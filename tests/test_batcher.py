@@ -71,7 +71,7 @@ class _Widening:
 
 
 def test_cost_is_what_a_token_more_holds_at_the_peak() -> None:
-    assert Batcher(_Widening()).cost == Cost(token=4 * 200, logits=50 * 8)
+    assert Batcher(_Widening()).cost == Cost(token=8 + 4 * 200, logits=50 * 8)  # its number too
 
 
 def test_cost_of_a_real_model() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asking import ITEMS, WORDS, asked, by_hand, ids_of, item_of, sharpened
 from tiny_folder import CHARACTERS, save_tiny
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -39,45 +40,13 @@ CONFIGS = [
     KVConfig(**SMALL, key=Affine(bits=8, group=0), scorer=SCORERS[0], budget=Fraction(0.4)),
     KVConfig(**SMALL, key=Fp8("e5m2"), value=Affine(bits=4), scorer=SCORERS[1], budget=Fraction(0.25)),
 ]
-WORDS = "the lamp stood by the river; nobody came in winter, and 417 boats lay on the sand. " * 3
 EXACT = 1e-12
-
-
-def _item(index: int, context: str, question: str, answers: tuple[str, ...], **more: Any) -> Item:
-    known: dict[str, Any] = {"task": "needle_text", "family": "retrieval", "cluster": f"c{index}"}
-    return Item(
-        id=f"{more.get('task', 'needle_text')}/confirm/0/{index}",
-        context=context,
-        question=question,
-        answers=answers,
-        **known | more,
-    )
-
-
-# Contexts of 1 to 249 tokens, so that a batch holds lone tokens beside long rows.
-ITEMS = [
-    _item(0, WORDS, "How many boats? ", (" 417", " four hundred")),
-    _item(1, "x", "y", ("z",)),
-    _item(2, WORDS[:17], "What stood there?", (" the lamp",), choices=(" a boat", " the lamp", " sand", " it")),
-    _item(3, WORDS[5:105], "Who came?\n", ("nobody",)),
-    _item(4, WORDS[:200], "?", ("in", "at"), choices=("in", "on", "of the")),
-    _item(5, WORDS[40:66], "When did nobody come to the river?", (" in winter",)),
-]
-
-
-def _sharpened(model: Any) -> Any:
-    """Wider weights, so that attention prefers some keys and answers differ clearly under compression."""
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.mul_(8)
-    return model
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory) -> Loaded:
     found = models.load(str(save_tiny(tmp_path_factory.mktemp("tiny"))), dtype="float64", device="cpu")
-    _sharpened(found.model)
+    sharpened(found.model)
     return found
 
 
@@ -127,17 +96,13 @@ def _by_key(found: Any) -> dict[tuple[str, str], ItemScore]:
 # -- the slow way ------------------------------------------------------------------------------------------------------
 
 
-def _ids(loaded: Loaded, text: str) -> list[int]:
-    return loaded.tokenizer.encode(text, add_special_tokens=False)
-
-
 @torch.no_grad()
 def _logits(loaded: Loaded, item: Item, answer: str, config: KVConfig | None, moved: int = 0) -> Tensor:
     """Logits [A, V] at the answer's positions. None: one plain forward over everything, no cache of any kind.
 
     A config: a prefill of context (and the first `moved` tokens of the question) under it, then a forward on it.
     """
-    context, question, gold = (_ids(loaded, x) for x in (item.context, item.question, answer))
+    context, question, gold = (ids_of(loaded, x) for x in (item.context, item.question, answer))
     if config is None:
         out = loaded.model(torch.tensor([context + question + gold]), use_cache=False).logits
     else:
@@ -151,7 +116,7 @@ def _logits(loaded: Loaded, item: Item, answer: str, config: KVConfig | None, mo
 
 def _expected(loaded: Loaded, item: Item, config: KVConfig | None, moved: int = 0) -> dict[str, Any]:
     """What a row must say, from the logits of every continuation on its own."""
-    gold = torch.tensor(_ids(loaded, item.answers[0]))
+    gold = torch.tensor(ids_of(loaded, item.answers[0]))
     logits = _logits(loaded, item, item.answers[0], config, moved)
     own = torch.log_softmax(logits, dim=-1)
     full = torch.log_softmax(_logits(loaded, item, item.answers[0], None), dim=-1)
@@ -168,7 +133,7 @@ def _expected(loaded: Loaded, item: Item, config: KVConfig | None, moved: int = 
         return out | {"score": out["exact"]}
     mean = {
         c: -float(
-            torch.nn.functional.cross_entropy(_logits(loaded, item, c, config, moved), torch.tensor(_ids(loaded, c)))
+            torch.nn.functional.cross_entropy(_logits(loaded, item, c, config, moved), torch.tensor(ids_of(loaded, c)))
         )
         for c in item.choices
     }
@@ -293,7 +258,7 @@ def test_a_read_only_pass_leaves_its_caches_as_they_were(loaded) -> None:
         caches = [snapshot.fork(c, kv) for c in CONFIGS]
         before = [[x.clone() for layer in c.layers for x in layer.storages()] for c in caches]  # type: ignore[union-attr]
         sizes = [(c.nbytes, c.get_seq_length(), c.layers[0].rows[0].n_window) for c in caches]  # type: ignore[union-attr]
-        ids = torch.tensor([_ids(loaded, "some more text")] * 2 * len(caches))
+        ids = torch.tensor([ids_of(loaded, "some more text")] * 2 * len(caches))
         logits = []
         for _ in range(2):
             stacked = StackedCache([*caches, *caches], read_only=True)
@@ -314,7 +279,7 @@ def test_a_read_only_pass_leaves_its_caches_as_they_were(loaded) -> None:
 
 def test_questions_of_one_context_share_its_prefill_and_its_compressed_caches(loaded, monkeypatch) -> None:
     asked = [(" Who? ", "nobody"), (" How many? ", "417"), (" Where? ", "the sand"), (" Who? ", "boats")]
-    items = [_item(n, WORDS[: 90 + 30 * (n % 2)], question, (gold,)) for n, (question, gold) in enumerate(asked)]
+    items = [item_of(n, WORDS[: 90 + 30 * (n % 2)], question, (gold,)) for n, (question, gold) in enumerate(asked)]
     forks = []
     fork = Snapshot.fork
     monkeypatch.setattr(Snapshot, "fork", lambda self, config, kv: forks.append(config) or fork(self, config, kv))
@@ -326,7 +291,7 @@ def test_questions_of_one_context_share_its_prefill_and_its_compressed_caches(lo
         _check(found[(BASELINE.id, item.id)], _expected(loaded, item, None), baseline=True)
         _check(found[(INT4.id, item.id)], _expected(loaded, item, INT4))
     # Another question later, and real decoding, take the same prefills.
-    later = [_item(9, WORDS[:90], " When? ", ("winter",)), _asked(items[1], max_new_tokens=2)]
+    later = [item_of(9, WORDS[:90], " When? ", ("winter",)), asked(items[1], max_new_tokens=2)]
     (row,) = s.score(later[:1], [INT4])
     _check(row, _expected(loaded, later[0], INT4))
     list(s.generate(later, [INT4]))
@@ -334,7 +299,7 @@ def test_questions_of_one_context_share_its_prefill_and_its_compressed_caches(lo
 
 
 def test_a_context_on_disk_serves_a_question_it_was_not_made_for(loaded, tmp_path) -> None:
-    first, second = (_item(n, WORDS[:90], f" Question {n}? ", (gold,)) for n, gold in enumerate(("lamp", "sand")))
+    first, second = (item_of(n, WORDS[:90], f" Question {n}? ", (gold,)) for n, gold in enumerate(("lamp", "sand")))
     list(subject(loaded, store=SnapshotStore("s", tmp_path)).score([first], [INT4]))
     for persisted in ([second], [first, second]):
         s = subject(loaded, store=SnapshotStore("s", tmp_path))
@@ -344,7 +309,7 @@ def test_a_context_on_disk_serves_a_question_it_was_not_made_for(loaded, tmp_pat
 
 
 def test_the_share_of_right_tokens_is_the_score_where_an_item_says_so(loaded) -> None:
-    plain = _item(0, WORDS[:90], "How many? ", ("?",))
+    plain = item_of(0, WORDS[:90], "How many? ", ("?",))
     right = loaded.tokenizer.decode(_greedy(loaded, plain, 3))
     wrong = next(c for c in CHARACTERS if c != loaded.tokenizer.decode(_greedy(loaded, plain, 4))[3])
     item = dataclasses.replace(plain, answers=(right + wrong,), forced="tokens")
@@ -434,19 +399,15 @@ def test_a_scorer_that_is_not_observed_is_refused(loaded) -> None:
 
 def _greedy(loaded: Loaded, item: Item, tokens: int) -> list[int]:
     """transformers' own greedy continuation, end tokens included."""
-    ids = torch.tensor([_ids(loaded, item.context) + _ids(loaded, item.question)])
+    ids = torch.tensor([ids_of(loaded, item.context) + ids_of(loaded, item.question)])
     out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
     return out[0, ids.shape[1] :].tolist()
-
-
-def _asked(item: Item, **more: Any) -> Item:
-    return dataclasses.replace(item, **{"stop": (), "max_new_tokens": 24, "choices": (), **more})
 
 
 @pytest.mark.parametrize("max_rows", [48, 1])
 def test_generated_text_equals_the_models_own(loaded, max_rows) -> None:
     """Six rows of different length in one left-padded batch, or one by one."""
-    items = [_asked(i) for i in ITEMS]
+    items = [asked(i) for i in ITEMS]
     found = list(subject(loaded, max_rows=max_rows).generate(items, [BASELINE]))
     assert [r.item_id for r in found] == [i.id for i in items]
     for item, row in zip(items, found, strict=True):
@@ -459,28 +420,15 @@ def test_generated_text_equals_the_models_own(loaded, max_rows) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS[1:], ids=lambda c: c.label)
 def test_generation_on_a_compressed_cache_equals_decoding_by_hand(loaded, config) -> None:
-    items = [_asked(i, max_new_tokens=12) for i in ITEMS]
+    items = [asked(i, max_new_tokens=12) for i in ITEMS]
     found = list(subject(loaded).generate(items, [config]))
     for item, row in zip(items, found, strict=True):
-        assert row.prediction == _by_hand(loaded, item, config, 12)
+        assert row.prediction == by_hand(loaded, item, config, 12)
         assert (
             row.measured_bytes
             == row.predicted_bytes
             == config.predicted_bytes(subject(loaded).shape, len(item.context))
         )
-
-
-@torch.no_grad()
-def _by_hand(loaded: Loaded, item: Item, config: KVConfig, tokens: int) -> str:
-    drawn: list[int] = []
-    with attach(loaded.model, config) as kv:
-        cache = {cache_kwarg(): kv.cache()}
-        loaded.model(torch.tensor([_ids(loaded, item.context)]), use_cache=True, **cache)
-        ids = _ids(loaded, item.question)
-        for _ in range(tokens):
-            ids = [int(loaded.model(torch.tensor([ids]), use_cache=True, **cache).logits[0, -1].argmax())]
-            drawn += ids
-    return loaded.tokenizer.decode(drawn)
 
 
 def _upto(text: str, stop: str) -> str:
@@ -494,7 +442,7 @@ def test_rows_of_real_decoding_name_what_attended(tmp_path) -> None:
     pytest.importorskip("numba")
     for dtype, implementation in (("float32", "numba"), ("float64", "torch")):
         narrow = models.load(str(save_tiny(tmp_path / dtype)), dtype=dtype, device="cpu")
-        (row,) = subject(narrow).generate([_asked(ITEMS[0], max_new_tokens=3)], [INT4])
+        (row,) = subject(narrow).generate([asked(ITEMS[0], max_new_tokens=3)], [INT4])
         assert row.implementation == implementation
 
 
@@ -502,11 +450,11 @@ def test_generation_stops_at_stop_strings_and_limits_row_by_row(loaded) -> None:
     whole = [loaded.tokenizer.decode(_greedy(loaded, i, 24)) for i in ITEMS]
     # A stop string of one and of three characters, from the middle of each row's own text.
     items = [
-        _asked(ITEMS[0], stop=(whole[0][9],)),
-        _asked(ITEMS[2], stop=(whole[2][4:7], "never")),
-        _asked(ITEMS[3], max_new_tokens=1),
-        _asked(ITEMS[4], max_new_tokens=5),
-        _asked(ITEMS[5]),
+        asked(ITEMS[0], stop=(whole[0][9],)),
+        asked(ITEMS[2], stop=(whole[2][4:7], "never")),
+        asked(ITEMS[3], max_new_tokens=1),
+        asked(ITEMS[4], max_new_tokens=5),
+        asked(ITEMS[5]),
     ]
     found = list(subject(loaded).generate(items, [BASELINE]))
     expected = [
@@ -528,7 +476,7 @@ def test_an_end_token_first_ends_that_row_alone(loaded) -> None:
     ending = dataclasses.replace(loaded, model=copy.copy(loaded.model))
     ending.model.generation_config = copy.deepcopy(loaded.model.generation_config)
     ending.model.generation_config.eos_token_id = [1, first]
-    found = list(subject(ending).generate([_asked(ITEMS[0]), _asked(ITEMS[1])], [BASELINE]))
+    found = list(subject(ending).generate([asked(ITEMS[0]), asked(ITEMS[1])], [BASELINE]))
     assert (found[0].prediction, found[0].answer_tokens) == ("", 0)
     other = [t for t in _greedy(ending, ITEMS[1], 24) if t not in (1, first)]
     assert found[1].prediction == loaded.tokenizer.decode(other)
@@ -537,8 +485,8 @@ def test_an_end_token_first_ends_that_row_alone(loaded) -> None:
 
 def test_generated_answers_are_graded_against_every_gold_answer(loaded) -> None:
     text = loaded.tokenizer.decode(_greedy(loaded, ITEMS[0], 24))
-    right = _asked(ITEMS[0], answers=("no", f"  {text} "))
-    wrong = _asked(ITEMS[0], answers=(text[:-1] + "@", "no"))
+    right = asked(ITEMS[0], answers=("no", f"  {text} "))
+    wrong = asked(ITEMS[0], answers=(text[:-1] + "@", "no"))
     assert [r.score for r in subject(loaded).generate([right], [BASELINE])] == [1.0]
     assert [r.score for r in subject(loaded).generate([wrong], [BASELINE])] == [0.0]
 
@@ -556,7 +504,7 @@ def _writes(monkeypatch, *texts: str) -> None:
 def test_generated_numbers_are_compared_as_numbers_where_the_task_says_so(loaded, monkeypatch) -> None:
     """GSM8K's metric, on text that a stub of the decoder gives."""
     s = subject(loaded)
-    item = _asked(ITEMS[0], family="math", answers=("#### 18",), metric="number")
+    item = asked(ITEMS[0], family="math", answers=("#### 18",), metric="number")
     for text, score, strict, found in (
         ("It is 9 + 9 = 18.00", 1.0, 0.0, True),
         ("It is 18.5", 0.0, 0.0, True),
@@ -572,7 +520,7 @@ def test_generated_numbers_are_compared_as_numbers_where_the_task_says_so(loaded
 def test_generated_code_runs_where_a_runner_is_given_and_nowhere_else(loaded, monkeypatch) -> None:
     s = subject(loaded)
     check = CodeCheck(before="", entry="f", tests="assert f() == 1")
-    item = _asked(ITEMS[0], answers=("def f():\n    return 1",), metric="execute", forced="tokens", check=check)
+    item = asked(ITEMS[0], answers=("def f():\n    return 1",), metric="execute", forced="tokens", check=check)
     with pytest.raises(ValueError, match="running it was not allowed"):
         list(s.generate([item], [BASELINE]))
     assert s.counters.prefills == 0
@@ -604,7 +552,7 @@ def test_a_model_with_sliding_layers_scores_and_generates(sliding) -> None:
             row = found[(config.id, item.id)]
             _check(row, _expected(sliding, item, config))
             assert row.measured_bytes == row.predicted_bytes
-    one = [_asked(i, max_new_tokens=8) for i in (ITEMS[0], ITEMS[5])]
+    one = [asked(i, max_new_tokens=8) for i in (ITEMS[0], ITEMS[5])]
     for item, row in zip(one, s.generate(one, [BASELINE]), strict=True):
         assert row.prediction == sliding.tokenizer.decode(_greedy(sliding, item, 8), skip_special_tokens=False)
 
@@ -613,7 +561,7 @@ def test_a_model_with_sliding_layers_scores_and_generates(sliding) -> None:
 
 
 def test_timing_covers_every_config_in_order(loaded) -> None:
-    prompt = _ids(loaded, WORDS[:60])
+    prompt = ids_of(loaded, WORDS[:60])
     found = subject(loaded).time([BASELINE, INT4], prompt, steps=2, repeats=2)
     assert [(t.prompt_tokens, t.steps) for t in found] == [(60, 2)] * 2
     for t in found:
