@@ -278,8 +278,8 @@ def test_a_read_only_pass_leaves_its_caches_as_they_were(loaded) -> None:
 
 
 def test_questions_of_one_context_share_its_prefill_and_its_compressed_caches(loaded, monkeypatch) -> None:
-    asked = [(" Who? ", "nobody"), (" How many? ", "417"), (" Where? ", "the sand"), (" Who? ", "boats")]
-    items = [item_of(n, WORDS[: 90 + 30 * (n % 2)], question, (gold,)) for n, (question, gold) in enumerate(asked)]
+    pairs = [(" Who? ", "nobody"), (" How many? ", "417"), (" Where? ", "the sand"), (" Who? ", "boats")]
+    items = [item_of(n, WORDS[: 90 + 30 * (n % 2)], question, (gold,)) for n, (question, gold) in enumerate(pairs)]
     forks = []
     fork = Snapshot.fork
     monkeypatch.setattr(Snapshot, "fork", lambda self, config, kv: forks.append(config) or fork(self, config, kv))
