@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pandas as pd
 from IPython.display import Image
 
@@ -85,9 +86,10 @@ def load(run: str | Path | Run, *, root: Path | None = None) -> LoadedRun:
 
 
 def picture(run: Run, result: Mapping[str, Any]) -> tuple[bytes, str]:
-    """PNG and words of a run's figure: of its result, else of its rows."""
-    if doc.families(result):
-        return png(pareto(result)), alt(result)
-    scored, labels = result.get("scored") or [], labels_of(run)
-    return png(sketch(scored, labels)), sketch_alt(scored, labels)
-
+    """PNG and words of a run's figure: of its result, else of its rows. Whatever style the kernel has, the same."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        if doc.families(result):
+            return png(pareto(result)), alt(result)
+        scored, labels = result.get("scored") or [], labels_of(run)
+        return png(sketch(scored, labels)), sketch_alt(scored, labels)

@@ -106,11 +106,15 @@ def _watch_order(order: Order) -> None:
 
 
 def _theme() -> None:
-    """seaborn's colour-blind palette on quiet axes; figures that no pyplot made show too."""
+    """seaborn's colour-blind palette on quiet axes; figures that no pyplot made show too.
+
+    Nothing that the figures of reports leave to a default: they look the same here and elsewhere.
+    """
+    import matplotlib as mpl
     import seaborn as sns
     from IPython.core.getipython import get_ipython
     from IPython.core.pylabtools import select_figure_formats
 
-    rc = {"figure.dpi": 120, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
-    sns.set_theme(context="notebook", style="ticks", palette="colorblind", rc=rc)
+    sns.set_palette("colorblind")
+    mpl.rcParams.update({"figure.dpi": 120, "axes.spines.top": False, "axes.spines.right": False})
     select_figure_formats(get_ipython(), {"png"})

@@ -1,7 +1,5 @@
 """Bytes by stream, counted on tensors, add up to what the cache says it holds; tokens kept are where they are."""
 
-import dataclasses
-
 import pytest
 import torch
 from showing import Page, filled
@@ -150,7 +148,7 @@ def test_budgets_are_the_callers():
 
 def test_a_dense_cache_says_so():
     config = KVConfig(key=Affine(bits=8), value=Affine(bits=8), recent_tokens=16)
-    plan = dataclasses.replace(make_plan(MODEL), mode="dense")
+    plan = make_plan(MODEL)._replace(mode="dense")
     with attach(MODEL, config, plan) as kv, torch.no_grad():
         cache = kv.cache()
         MODEL(token_ids(1, 90), **{cache_kwarg(): cache})
