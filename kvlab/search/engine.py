@@ -302,6 +302,7 @@ def execute(
             session.subject.store.discard()
             failed = sum(t["state"] == "failed" for t in result["trials"])
             run.set_status("done", wall_s=result["wall_s"], failed_trials=failed, **book.counts())
+            progress.finish()
             return result
         except (Interrupted, KeyboardInterrupt):
             book.save()

@@ -41,13 +41,14 @@ def html(d: Mapping[str, Any]) -> str:
     ]
     if not d["nbytes"]:
         return "".join(body)
+    some = d["kept"]["share"] < 1
     header, *rows = _streams(d)
     marked = [[Html(swatch(_COLOUR[row[0]]) + esc(row[0])), *row[1:]] for row in rows[:-1]]
     body += [
         table(header, [*marked, rows[-1]]),
         para(_slack(d), "soft") if d["preallocated_bytes"] else "",
         folded(f"Bytes by layer ({_layers(d)})", _bars(d), shown=True),
-        folded(f"Tokens kept: {_kept(d)}", _map(d), shown=True) if d["kept"]["share"] < 1 else para(f"kept: {_kept(d)}"),
+        folded(f"Tokens kept: {_kept(d)}", _map(d), shown=True) if some else para(f"kept: {_kept(d)}"),
         para(_sessions(d)),
     ]
     return "".join(body)

@@ -71,9 +71,7 @@ def points(marks: Sequence[tuple[float, float, bool]], front: Sequence[tuple[flo
     for n, (x, y) in enumerate(front):
         px, py = place(x, y)
         line += f"{'L' if n else 'M'}{px} {py}"
-    body = (
-        _stroke(line, COLOURS[5], 1) + _stroke(outside, COLOURS[5], 1.5) + _stroke(inside, _FILL, 7, round_=True)
-    )
+    body = _stroke(line, COLOURS[5], 1) + _stroke(outside, COLOURS[5], 1.5) + _stroke(inside, _FILL, 7, round_=True)
     return _svg(wide, high, body, label, limit="20rem")
 
 

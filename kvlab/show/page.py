@@ -75,7 +75,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, wrap: bool = 
     if not rows:
         return ""
     # Without a header the first column names what is beside it, and that may be anything.
-    right = [i > 0 and any(header) and all(not isinstance(r[i], Html) and numeric(r[i]) for r in rows) for i in range(len(header))]
+    named = any(header)
+    right = [
+        i > 0 and named and all(not isinstance(r[i], Html) and numeric(r[i]) for r in rows) for i in range(len(header))
+    ]
     top = "".join(f'<th scope="col"{_cell(r, False)}>{esc(h)}</th>' for h, r in zip(header, right, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{_cell(r, wrap)}>{_inner(c)}</td>" for c, r in zip(row, right, strict=True)) + "</tr>"

@@ -160,6 +160,7 @@ def _execute(plan: Plan, run: Run, progress: Progress) -> None:
             wall = round(earlier + time.monotonic() - begun, 2)
             run.write_json("result.json", written(plan, run, book, verdicts) | {"wall_s": wall})
             state = "done"
+            progress.finish()
         except (Interrupted, KeyboardInterrupt):
             state = "interrupted"
             raise
