@@ -3,6 +3,7 @@
 The margin is fixed before a score exists. Used by the search for its finalists and by sweeps for all their formats.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +58,8 @@ def judge_arms(
         part = items.items[start : start + book.items_at_once]
         book.progress.at(f"{stage}: item {start + 1} of {len(items)}")
         book.ensure(ROLE, part, configs, persist=False)
-        book.ensure(AA_ROLE, part, [BASELINE], persist=False, anew=True)
+        # By itself and in another order: rows then meet other rows in a forward than beside the other configs.
+        book.ensure(AA_ROLE, part[::-1], [BASELINE], persist=False, anew=True)
     failed = [c for c in (BASELINE, control) if c.id in book.failures]
     if failed:
         raise UnscorableError(f"a control cannot be scored, so nothing can be judged: {book.failures[failed[0].id]}")
@@ -156,9 +158,21 @@ def family_scores(scored: Sequence[tuple[Item, float]]) -> dict[str, dict[str, A
 
 
 def _aa(book: ScoreBook, items: EvalSet) -> dict[str, Any]:
-    """The baseline against itself, scored again in batches of other composition: any flip is noise of the harness."""
-    flips = [i.id for i in items.items if book.get(ROLE, BASELINE, i).score != book.get(AA_ROLE, BASELINE, i).score]
-    return {"n": len(items), "flips": len(flips)}
+    """The baseline against itself: `flips` of `n` items score otherwise the second time, a `share` of them.
+
+    It is scored again beside other rows than before, so a flip is noise of the harness, and `share` the least
+    difference that means anything. `dnll` is how far nats per token were apart at most, None where none were taken.
+    """
+    pairs = [(book.get(ROLE, BASELINE, i), book.get(AA_ROLE, BASELINE, i)) for i in items.items]
+    flips = sum(first.score != second.score for first, second in pairs)
+    apart = [abs(first.nll - second.nll) for first, second in pairs]
+    finite = [x for x in apart if math.isfinite(x)]
+    return {
+        "n": len(items),
+        "flips": flips,
+        "share": flips / len(items) if len(items) else 0.0,
+        "dnll": max(finite) if finite else None,
+    }
 
 
 def _positive(book: ScoreBook, items: EvalSet, control: KVConfig, margin: Margin) -> dict[str, dict[str, Any]]:

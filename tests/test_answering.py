@@ -153,7 +153,7 @@ def test_decoded_answers_are_judged_saved_and_read_back(subject, tmp_path) -> No
     run = Run.create(tmp_path, "t", {"schema": "t"})
     book = ScoreBook(run, Answering(subject), StopFlag(), Progress(1, quiet=True))
     verdicts = judge_arms(book, items, [INT4], INT4, Margin.planned(6))
-    assert verdicts.aa == {"n": 6, "flips": 0}
+    assert verdicts.aa == {"n": 6, "flips": 0, "share": 0.0, "dnll": None}
     assert {row.form for row in book.rows.values()} == {"generate"}
     assert all(row.extracted is not None for row in book.rows.values())
     again = ScoreBook(Run.open(run.path), Answering(subject), StopFlag(), Progress(1, quiet=True))

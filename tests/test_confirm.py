@@ -120,7 +120,7 @@ def test_one_bad_family_is_enough(tmp_path) -> None:
 
 def test_controls_report_what_they_saw(tmp_path) -> None:
     verdicts, _ = judged(tmp_path, [LOSSLESS], _score())
-    assert verdicts.aa == {"n": 180, "flips": 0}
+    assert verdicts.aa == {"n": 180, "flips": 0, "share": 0.0, "dnll": 0.0}
     for row in verdicts.positive.values():
         assert row["failed"] is True
         assert (row["n"], row["base"], row["score"], row["diff"]) == (60, 0.6, 0.0, -0.6)
@@ -165,7 +165,7 @@ def test_a_flaky_baseline_shows_as_flips(tmp_path) -> None:
         return _score()(config, item)
 
     verdicts, _ = judged(tmp_path, [LOSSLESS], score)
-    assert verdicts.aa == {"n": 180, "flips": 6}
+    assert verdicts.aa == {"n": 180, "flips": 6, "share": 6 / 180, "dnll": 0.0}
 
 
 def test_the_repeat_is_scored_while_the_snapshots_are_still_there(tmp_path) -> None:

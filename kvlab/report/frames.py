@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from kvlab.report import document as doc
+from kvlab.report.repeat import reading
 from kvlab.stats import wilson
 
 # Column -> (heading with unit, how a value reads). A column without an entry reads as it is.
@@ -182,9 +183,8 @@ def controls(result: Mapping) -> pd.DataFrame:
     lines = []
     again = recorded.get("aa")
     if again:
-        good = "ok" if again.get("flips") == 0 else "flips: differences this small are noise"
         lines.append(
-            {"control": "baseline against itself", "n": again.get("n"), "flips": again.get("flips"), "reading": good}
+            {"control": "baseline against itself", "n": again["n"], "flips": again["flips"], "reading": reading(again)}
         )
     bad = recorded.get("positive") or {}
     for family, pair in (bad.get("families") or {}).items():

@@ -139,11 +139,14 @@ def _controls(result: Mapping, rows: Rows) -> Iterator[Figure]:
     said = result.get("controls") or {}
     base = result["baseline"]["config_id"]
     if again := said.get("aa"):
-        first, second = ({row["item_id"]: row["score"] for row in rows.of(role, base)} for role in ("confirm", "aa"))
+        first, second = ({row["item_id"]: row for row in rows.of(role, base)} for role in ("confirm", "aa"))
         both = first.keys() & second.keys()
         yield Figure("controls, baseline against itself, n", again["n"], len(both))
-        flips = sum(first[item] != second[item] for item in both)
+        flips = sum(first[item]["score"] != second[item]["score"] for item in both)
         yield Figure("controls, baseline against itself, flips", again["flips"], flips)
+        if again.get("dnll") is not None:
+            apart = max(abs(first[i]["nll"] - second[i]["nll"]) for i in both if first[i]["nll"] is not None)
+            yield Figure("controls, baseline against itself, nats", again["dnll"], apart)
     caught = _caught(result, rows)
     for family, pair in ((said.get("positive") or {}).get("families") or {}).items():
         name = f"controls, known bad {said['positive'].get('label')}, {family}"

@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from kvlab.report import document as doc
+from kvlab.report.repeat import flip_floor
 from kvlab.runs import Run
 
 
@@ -69,7 +70,7 @@ def _controls(result: Mapping[str, Any]) -> list[str]:
         return []
     missed = [name for name, pair in positive["families"].items() if not pair.get("failed")]
     caught = f"missed on {', '.join(missed)}" if missed else "caught"
-    return [f"controls: baseline against itself, {found['aa']['flips']} flips; known bad {positive['label']}, {caught}"]
+    return [f"controls: {flip_floor(found['aa'])}; known bad {positive['label']}, {caught}"]
 
 
 def _baseline(result: Mapping[str, Any]) -> dict[str, Any]:

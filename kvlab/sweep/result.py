@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from kvlab.report import document as doc
 from kvlab.report.figures.ink import png, svg
 from kvlab.report.figures.tradeoff import alt
+from kvlab.report.repeat import flip_floor
 from kvlab.runs import Run
 from kvlab.sweep import figures
 from kvlab.sweep.figures import TITLES
@@ -166,10 +167,9 @@ def footnotes(result: Mapping[str, Any]) -> list[str]:
     positive = controls["positive"]
     missed = [family for family, found in positive["families"].items() if not found["failed"]]
     caught = f"missed on {', '.join(missed)}" if missed else "caught"
-    flips = controls["aa"]["flips"]
     return [
         f"margin {margin['value_points']:g} points, n = {margin['n']} a family: {margin['rule']}",
-        f"controls: baseline against itself, {flips} flips; known bad {positive['label']}, {caught}",
+        f"controls: {flip_floor(controls['aa'])}; known bad {positive['label']}, {caught}",
         *(f"note: {note}" for note in doc.warnings(result)),
     ]
 

@@ -90,7 +90,9 @@ def test_prefills_equal_distinct_items(finished) -> None:
     assert (rows.measured_bytes == rows.predicted_bytes).all()
     assert set(rows.role) == {"layers", "search", "confirm", "aa"}
     assert counters["remembered"] == 0  # the first run of this model
-    assert finished.result["controls"]["aa"] == {"n": 12, "flips": 0}
+    again = finished.result["controls"]["aa"]
+    assert (again["n"], again["flips"], again["share"]) == (12, 0, 0.0)
+    assert 0 <= again["dnll"] < 1e-4
 
 
 def test_the_run_folder_is_complete_and_keeps_no_snapshots(finished) -> None:
