@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from kvlab.report import document as doc
 from kvlab.report.figures import ink, tradeoff
@@ -33,6 +34,8 @@ def sketch(scored: Sequence[Mapping[str, Any]], labels: Mapping[str, str], *, da
     grid[0].set_ylabel(_AXES[measure], color=paint.text, fontsize=9)
     if measure == "dnll":
         grid[0].set_yscale("symlog", linthresh=0.1)
+        grid[0].set_ylim(top=1.3 * max((r["dnll"] for r in scored if doc.finite(r["dnll"])), default=0.1) + 0.01)
+        grid[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     handles = [ink.mark(f"{split} items", *ink.style(n)) for n, split in enumerate(splits)]
     ink.below(figure, handles, paint)
     return figure
@@ -91,7 +94,10 @@ def _best(mine: Sequence[Mapping[str, Any]], measure: str) -> list[Mapping[str, 
 
 
 def _name(ax: Any, best: Sequence[Mapping[str, Any]], measure: str, labels: Mapping[str, str], paint: ink.Ink) -> None:
-    for row in best[:_NAMES]:
+    for n, row in enumerate(best[:_NAMES]):
         name = labels.get(row["config_id"], row["config_id"])
-        style: dict[str, Any] = {"fontsize": 7, "color": paint.text, "xytext": (5, 5), "textcoords": "offset points"}
-        ax.annotate(name, (row["effective_bits"], row[measure]), **style)
+        # The largest stands at the right edge, where a name would leave the frame.
+        left = n > 0 and row is best[-1]
+        style: dict[str, Any] = {"fontsize": 7, "color": paint.text, "textcoords": "offset points"}
+        at = {"xytext": (-5, 5), "ha": "right"} if left else {"xytext": (5, 5)}
+        ax.annotate(name, (row["effective_bits"], row[measure]), **at, **style)

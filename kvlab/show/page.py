@@ -26,12 +26,15 @@ STYLE = (
     "font-weight:400;font-size:12px;white-space:nowrap}"
     ".kvlab-show .k-good{color:var(--k-good);font-weight:600}.kvlab-show .k-bad{color:var(--k-bad);font-weight:600}"
     ".kvlab-show .k-open{color:var(--k-open);font-weight:600}"
-    ".kvlab-show table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:13px;margin:.3em 0;"
+    # Classes are named again and again to outweigh what Jupyter says of every table.
+    ".kvlab-show .k-t.k-t{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:13px;margin:.3em 0;"
     "border:0}"
-    ".kvlab-show th,.kvlab-show td{text-align:left;padding:.15em 1.2em .15em 0;border:0;"
-    "border-bottom:1px solid var(--k-line);vertical-align:top;white-space:nowrap;background:none}"
-    ".kvlab-show th{font-weight:600;color:var(--jp-content-font-color2,inherit)}"
-    ".kvlab-show .k-n{text-align:right}.kvlab-show .k-wrap{white-space:pre-wrap;overflow-wrap:anywhere}"
+    ".kvlab-show .k-t.k-t.k-t tr{background:none}"
+    ".kvlab-show .k-t.k-t th,.kvlab-show .k-t.k-t td{text-align:left;padding:.15em 1.2em .15em 0;border:0;"
+    "border-bottom:1px solid var(--k-line);vertical-align:top;white-space:nowrap;background:none;font-size:13px}"
+    ".kvlab-show .k-t.k-t th{font-weight:600;color:var(--jp-content-font-color2,inherit)}"
+    ".kvlab-show .k-t.k-t .k-n{text-align:right}"
+    ".kvlab-show .k-t.k-t .k-wrap{white-space:pre-wrap;overflow-wrap:anywhere}"
     ".kvlab-show pre{background:var(--k-band);color:inherit;padding:.5em .8em;margin:.3em 0;white-space:pre-wrap;"
     "overflow-wrap:anywhere;font:12px/1.45 var(--jp-code-font-family,monospace);max-height:24em;overflow:auto}"
     ".kvlab-show summary{cursor:pointer;color:var(--jp-content-font-color2,inherit)}"
@@ -84,7 +87,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, wrap: bool = 
         "<tr>" + "".join(f"<td{_cell(r, wrap)}>{_inner(c)}</td>" for c, r in zip(row, right, strict=True)) + "</tr>"
         for row in rows
     )
-    return f"<table>{f'<thead><tr>{top}</tr></thead>' if any(header) else ''}<tbody>{body}</tbody></table>"
+    top = f"<thead><tr>{top}</tr></thead>" if named else ""
+    return f'<table class="k-t">{top}<tbody>{body}</tbody></table>'
 
 
 def folded(summary: str, body: str, *, shown: bool = False) -> str:
