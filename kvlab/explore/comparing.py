@@ -22,17 +22,29 @@ OUTCOMES = ("right in both", "lost", "gained", "wrong in both")
 
 
 def judged(run: Run) -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows of the judged pass by label and item, the full cache first under its own label.
+    """Rows of the judged pass by label and item, the full cache first, a config known to be bad as `... (control)`.
 
     Raises ValueError for a run that judged nothing yet.
     """
-    rows = [row for row in records(run.rows()) if row.get("role") == ROLE]
+    bad = _control(run)
+    rows = [
+        row | {"label": f"{row['label']} (control)" if row["config_id"] == bad else row["label"]}
+        for row in records(run.rows())
+        if row.get("role") == ROLE
+    ]
     # The full cache has no distance to itself.
     base = {row["config_id"] for row in rows if row["kl"] is None or row["kl"] != row["kl"]}
     if not base:
         raise ValueError(f"{run.path.name} has judged no item yet: let it go on, or open another run")
     by_label = split(sorted(rows, key=lambda row: row["config_id"] not in base), "label")
     return {label: {row["item_id"]: row for row in part} for label, part in by_label.items()}
+
+
+def _control(run: Run) -> str | None:
+    """The config that was there to be caught, where the run got that far."""
+    if not (run.path / "result.json").exists():
+        return None
+    return ((run.read_json("result.json").get("controls") or {}).get("positive") or {}).get("config_id")
 
 
 def items_of(run: Run) -> dict[str, Item]:
@@ -54,16 +66,23 @@ def _items_hash(run: Run) -> str:
     return run.read_json("provenance.json")["evalset"][ROLE]
 
 
+def _arms(run: Run) -> tuple[dict[str, dict[str, dict[str, Any]]], str, list[str]]:
+    """All arms of a run, the full cache's label, and those of the others but the control."""
+    arms = judged(run)
+    base, *others = arms
+    compressed = [label for label in others if not label.endswith("(control)")]
+    if not compressed:
+        raise ValueError(f"{run.path.name} judged the full cache alone")
+    return arms, base, compressed
+
+
 def flips(run: Run, label: str | None = None) -> Picture:
     """One arm against the full cache on the same items: loss on each, and which answers were lost or gained.
 
-    `label` is by default the arm with the most flips. The table has one line for each item: `base` and `score`,
-    `base_nll` and `nll` in nats per answer token, `outcome`, and both predictions.
+    `label` is by default the arm with the most flips, the control left out. The table has one line for each item:
+    `base` and `score`, `base_nll` and `nll` in nats per answer token, `outcome`, and both predictions.
     """
-    arms = judged(run)
-    base, *others = arms
-    if not others:
-        raise ValueError(f"{run.path.name} judged the full cache alone")
+    arms, base, others = _arms(run)
     tables = {other: _paired(arms[base], arms[other]) for other in others}
     if label is not None and label not in tables:
         raise ValueError(f"{run.path.name} judged no {label!r}; there are {listed(others)}")
@@ -124,10 +143,7 @@ def hardest(run: Run, top: int = 12) -> Picture:
     `added`, the mean over arms, then question, gold answer and the answer of each arm, where the items can be made
     again.
     """
-    arms = judged(run)
-    base, *others = arms
-    if not others:
-        raise ValueError(f"{run.path.name} judged the full cache alone")
+    arms, base, others = _arms(run)
     shared = set.intersection(*(set(rows) for rows in arms.values()))
     added = {i: float(np.mean([arms[o][i]["nll"] - arms[base][i]["nll"] for o in others])) for i in shared}
     worst = sorted(shared, key=lambda i: (-added[i], i))[:top]
@@ -138,7 +154,7 @@ def hardest(run: Run, top: int = 12) -> Picture:
             "added": added[i],
             "question": items[i].question,
             "gold": items[i].answers[0].strip(),
-            **{label: arms[label][i]["prediction"].strip() for label in arms},
+            **{label: arms[label][i]["prediction"].strip() for label in (base, *others)},
         }
         for i in worst
     ]

@@ -11,16 +11,14 @@ from typing import Any
 
 from IPython.display import display
 
-from kvlab.explore.picture import Picture
-
 HOW = "Controls need ipywidgets: pip install 'kvlab[lab]'. Until then change the arguments and run the cell again."
 
 
-def browse(draw: Callable[..., Picture], **choices: Sequence[Any]) -> None:
+def browse(draw: Callable[..., Any], **choices: Sequence[Any]) -> None:
     """Show `draw(**first choices)`, and a control for each argument that draws it again.
 
-    `choices` are the values each argument may take, the first one (or, for an ordered list of numbers, still the first)
-    shown at the start. Without ipywidgets the picture is shown with one line that says how to get the controls.
+    `draw` returns a Picture, or anything else that shows itself. `choices` are the values each argument may take, the
+    first of them shown at the start. Without ipywidgets the picture comes with one line that says how to get controls.
     """
     empty = [name for name, values in choices.items() if not len(values)]
     if empty:
@@ -28,12 +26,12 @@ def browse(draw: Callable[..., Picture], **choices: Sequence[Any]) -> None:
     start = {name: values[0] for name, values in choices.items()}
     shown = display(draw(**start), display_id=True)
     if importlib.util.find_spec("ipywidgets") is None:
-        display(HOW)
+        display({"text/plain": HOW}, raw=True)
         return
     display(_controls(draw, shown, choices))
 
 
-def _controls(draw: Callable[..., Picture], shown: Any, choices: dict[str, Sequence[Any]]) -> Any:
+def _controls(draw: Callable[..., Any], shown: Any, choices: dict[str, Sequence[Any]]) -> Any:
     ipywidgets: Any = importlib.import_module("ipywidgets")  # an optional extra
 
     sliders = {
