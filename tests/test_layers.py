@@ -58,10 +58,13 @@ FLOORS: dict[str, float] = {
     "sweep": 6.5,  # the search's sizes, sessions and documents, for formats named beforehand
     "nb": 6.7,  # sweeps' kernel and places, runs, reports
     "worker": 6.8,
+    "housekeeping": 6.9,
     "__main__": 7,
 }
 # Beside the tower: no torch, no transformers, and of kvlab only each other. Floors from 4 on may use them.
-BESIDE = {"evals", "memo", "progress", "provenance", "report", "runs", "sandbox", "stats", "stopping", "study"}
+BESIDE = {
+    *("evals", "folders", "memo", "progress", "provenance", "report", "runs", "sandbox", "stats", "stopping", "study"),
+}
 BESIDE_FROM = 4
 # Below everything: the standard library and itself only, so that anybody may say how it looks.
 UNDER = {"show"}

@@ -1,5 +1,6 @@
 """Models: load one from wherever it is, and check that it works. See `load` and `sanity`."""
 
+from kvlab.folders import cache_root
 from kvlab.models.baseline import BrokenBaseline, perplexity, sanity
 from kvlab.models.errors import (
     ModelError,
@@ -9,7 +10,7 @@ from kvlab.models.errors import (
     UnknownModelError,
     WrongHashError,
 )
-from kvlab.models.gguf_cache import ALIASES, Alias, cache_root
+from kvlab.models.gguf_cache import ALIASES, Alias
 from kvlab.models.loading import Loaded, load
 
 __all__ = [

@@ -52,12 +52,6 @@ ALIASES = {
 MANIFEST = "kvlab.json"
 
 
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The cache folder: the argument, else $KVLAB_CACHE, else ~/.cache/kvlab. Nothing is created."""
-    chosen = cache_dir or os.environ.get("KVLAB_CACHE") or Path.home() / ".cache" / "kvlab"
-    return Path(chosen).expanduser()
-
-
 def converted(label: str, gguf_sha256: str, root: Path, source: Callable[[Path], Path]) -> Path:
     """The verified safetensors folder for a GGUF file, made at most once across processes.
 

@@ -17,8 +17,9 @@ from huggingface_hub import snapshot_download
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvlab.evals.item import unknown
+from kvlab.folders import cache_root
 from kvlab.models.errors import ModelError, NotCausalLMError, NotFetchedError, UnknownModelError
-from kvlab.models.gguf_cache import ALIASES, Alias, cache_root, converted, fetch, last_line, quiet, sha256
+from kvlab.models.gguf_cache import ALIASES, Alias, converted, fetch, last_line, quiet, sha256
 
 DTYPES = {
     "float32": torch.float32,

@@ -102,6 +102,13 @@ def best(result: Mapping) -> dict | None:
     return min((e for e in good if e["config_id"] != baseline), key=lambda e: e["workload_bytes"], default=None)
 
 
+def title(result: Mapping) -> str:
+    """Model and run, without the folders that are nobody else's business."""
+    model = str((result.get("model") or {}).get("name") or "unknown model")
+    model = model.rpartition("/")[2] if model.startswith(("/", "~", ".")) else model
+    return f"{model}, {str(result.get('run') or 'run').rpartition('/')[2]}"
+
+
 def partial_line(result: Mapping) -> str:
     """What a report of an unfinished run says on top."""
     state = str(result["partial"])

@@ -19,8 +19,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|#])")
 
 def markdown(result: Mapping, drawings: Mapping[str, Drawing], provenance: Mapping, *, level: int = 1) -> str:
     """The report of one run; figures are taken to lie in `figures/` beside it."""
-    title = f"{(result.get('model') or {}).get('name', 'unknown model')}, {result.get('run', 'run')}"
-    body = [f"{'#' * level} {plain(str(title))}", run_parts(result, drawings, level=level + 1)]
+    body = [f"{'#' * level} {plain(doc.title(result))}", run_parts(result, drawings, level=level + 1)]
     return "\n\n".join([*body, folded("Provenance", provenance)]) + "\n"
 
 

@@ -25,7 +25,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --paper: #15181c; --ink: #e4e7eb; --soft: #a0a8b2; --line: #3a4048;
   --band: #1e2329; --good: #5fd08d; --bad: #ff8f85; --open: #f0c060; } }
 * { box-sizing: border-box }
-body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; max-width: 80rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.1rem; font-weight: 600; color: var(--soft); margin: 0 }
 h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem } h3 { font-size: 1rem; margin: 1.5rem 0 .4rem }
@@ -49,9 +49,9 @@ ul { padding-left: 1.2rem }
 def html(result: Mapping, drawings: Mapping[str, Drawing], provenance: Mapping) -> str:
     """The page of one run: the verdict first, provenance last and folded."""
     word, _ = doc.headline(result)
-    title = f"{(result.get('model') or {}).get('name', 'unknown model')}, {result.get('run', 'run')}"
+    title = doc.title(result)
     mark = "PARTIAL, " if result.get("partial") else ""
-    body = [run_parts(result, drawings, heading=str(title)), folded("Provenance", provenance)]
+    body = [run_parts(result, drawings, heading=title), folded("Provenance", provenance)]
     return whole(f"{mark}{word}: {title}", body)
 
 

@@ -17,7 +17,7 @@ from matplotlib.transforms import Bbox
 from kvlab.report import document as doc
 from kvlab.report import frames
 from kvlab.report.figures.drawing import Drawing
-from kvlab.report.figures.ink import GIB, Ink, below, dress, ink, log2_axis, mark, sheet, styles
+from kvlab.report.figures.ink import Ink, below, dress, ink, log2_axis, mark, sheet, styles, unit_of
 
 NAMES = 12  # most names written beside searched points in one panel; the table below the figure has them all
 
@@ -35,7 +35,7 @@ def tradeoff_drawing(result: Mapping) -> Drawing:
 
 
 def pareto(result: Mapping, *, dark: bool = False) -> Figure:
-    """Bytes at the workload (log2, GiB) against score difference in points and, below, delta NLL, per family.
+    """Bytes at the workload (log2) against score difference in points and, below, delta NLL, per family.
 
     Configs over the budget are grey crosses and take no part in the front. Needs at least one family.
     """
@@ -61,7 +61,7 @@ def _pareto(result: Mapping, paint: Ink) -> Figure:
         ax.set_title(_title(result, family), fontsize=10, color=paint.text, loc="left")
     _scale_x([ax for axes in grid for ax in axes], result)
     for ax in grid[-1]:
-        ax.set_xlabel("KV cache at the workload, GiB (log2)", color=paint.text, fontsize=9)
+        ax.set_xlabel(f"KV cache at the workload, {_unit(result)[1]} (log2)", color=paint.text, fontsize=9)
     _legend(figure, result, looks, paint)
     if _searched in rows:
         figure.draw_without_rendering()  # labels are placed in pixels, which exist only after a layout
@@ -133,20 +133,20 @@ def _confirmed(ax: Axes, result: Mapping, family: str, looks: Mapping, paint: In
     ax.axhline(0, color=paint.text, linewidth=1)
     for margin in {100 * p["margin"] for p in _pairs(result, family) if p.get("margin") is not None}:
         ax.axhline(-margin, color=paint.text, linewidth=0.9, linestyle=(0, (4, 3)))
-    raw = doc.raw_bytes(result)
+    raw, scale = doc.raw_bytes(result), _unit(result)[0]
     baseline = (result.get("baseline") or {}).get("config_id")
     shift = side_by_side({e["config_id"]: e["workload_bytes"] for e in doc.judged(result) if _has_size(e)})
     if doc.finite(raw):
         inside = doc.fits(result, {"workload_bytes": raw})
         ax.plot(
-            raw / GIB, 0, "s" if inside else "X", color=paint.text if inside else paint.over, markersize=7, zorder=3
+            raw / scale, 0, "s" if inside else "X", color=paint.text if inside else paint.over, markersize=7, zorder=3
         )
     for entry in doc.judged(result):
         pair = (entry.get("families") or {}).get(family) or {}
         if entry["config_id"] == baseline or not (doc.finite(pair.get("diff")) and _has_size(entry)):
             continue
         color, marker = looks[entry["config_id"]] if doc.fits(result, entry) else (paint.over, "X")
-        x, y = entry["workload_bytes"] / GIB * shift[entry["config_id"]], 100 * pair["diff"]
+        x, y = entry["workload_bytes"] / scale * shift[entry["config_id"]], 100 * pair["diff"]
         if (pair.get("n") or 0) > 1 and doc.finite(pair.get("low")) and doc.finite(pair.get("high")):
             reach = [[y - 100 * pair["low"]], [100 * pair["high"] - y]]
             ax.errorbar(x, y, yerr=reach, color=color, linewidth=1.4, capsize=3, zorder=2, fmt="none")
@@ -159,13 +159,13 @@ def _confirmed(ax: Axes, result: Mapping, family: str, looks: Mapping, paint: In
 def _searched(ax: Axes, result: Mapping, family: str, looks: Mapping, paint: Ink) -> None:
     """Search scores without intervals, and the front of what fits and has seen every item: few items flatter."""
     ax.axhline(0, color=paint.text, linewidth=1)
-    inside = []
+    inside, scale = [], _unit(result)[0]
     every = max((_seen(entry, family) for entry in doc.searched(result)), default=0)
     for entry in doc.searched(result):
         y = ((entry.get("search") or {}).get(family) or {}).get("dnll")
         if not (doc.finite(y) and _has_size(entry)):
             continue
-        x, fits = entry["workload_bytes"] / GIB, doc.fits(result, entry)
+        x, fits = entry["workload_bytes"] / scale, doc.fits(result, entry)
         inside += [(x, y)] if fits and _seen(entry, family) == every else []
         color, marker = looks.get(entry["config_id"], (paint.text, ".")) if fits else (paint.over, "X")
         faint = 1.0 if entry["config_id"] in looks else 0.55
@@ -210,9 +210,9 @@ def _unnamed(result: Mapping, family: str, looks: Mapping) -> list[tuple[float, 
     """Searched points that the legend does not name, anchors first: they get a name only where there is room."""
     anchors = {e["config_id"] for e in doc.searched(result) if e.get("anchor")}
     anchors |= {e["config_id"] for e in result.get("anchors") or []}
-    entries = sorted(doc.searched(result), key=lambda e: e["config_id"] not in anchors)
+    entries, scale = sorted(doc.searched(result), key=lambda e: e["config_id"] not in anchors), _unit(result)[0]
     return [
-        (e["workload_bytes"] / GIB, e["search"][family]["dnll"], e.get("label", e["config_id"]))
+        (e["workload_bytes"] / scale, e["search"][family]["dnll"], e.get("label", e["config_id"]))
         for e in entries
         if e["config_id"] not in looks and _has_size(e) and doc.finite((e["search"].get(family) or {}).get("dnll"))
     ]
@@ -246,14 +246,21 @@ def _title(result: Mapping, family: str) -> str:
 
 def _budget(ax: Axes, result: Mapping, paint: Ink) -> None:
     if result.get("budget_bytes") is not None:
-        ax.axvline(result["budget_bytes"] / GIB, color=paint.text, linewidth=1.1, linestyle=":")
+        ax.axvline(result["budget_bytes"] / _unit(result)[0], color=paint.text, linewidth=1.1, linestyle=":")
+
+
+def _sizes(result: Mapping) -> list[float]:
+    """Everything that has a place on the axis of bytes."""
+    sizes = [e.get("workload_bytes") for e in (*doc.judged(result), *doc.searched(result))]
+    return [s for s in (*sizes, doc.raw_bytes(result), result.get("budget_bytes")) if doc.finite(s) and s > 0]
+
+
+def _unit(result: Mapping) -> tuple[float, str]:
+    return unit_of(_sizes(result))
 
 
 def _scale_x(axes: list[Axes], result: Mapping) -> None:
-    entries = [*doc.judged(result), *doc.searched(result)]
-    sizes = [e["workload_bytes"] for e in entries if doc.finite(e.get("workload_bytes"))]
-    sizes = [s / GIB for s in [*sizes, doc.raw_bytes(result), result.get("budget_bytes")] if doc.finite(s) and s > 0]
-    log2_axis(axes, sizes)
+    log2_axis(axes, [s / _unit(result)[0] for s in _sizes(result)])
 
 
 def _legend(figure: Figure, result: Mapping, looks: Mapping, paint: Ink) -> None:
@@ -271,7 +278,8 @@ def _legend(figure: Figure, result: Mapping, looks: Mapping, paint: Ink) -> None
     if doc.finite(raw) and doc.fits(result, {"workload_bytes": raw}):
         handles.append(mark("raw cache", paint.text, "s"))
     if budget is not None:
-        label = f"budget {budget / GIB:.2f} GiB"
+        scale, unit = _unit(result)
+        label = f"budget {budget / scale:.2f} {unit}"
         handles += [over, Line2D([], [], color=paint.text, linewidth=1.1, linestyle=":", label=label)]
     margins = sorted({100 * p["margin"] for f in doc.families(result) for p in _pairs(result, f) if p.get("margin")})
     if margins:
