@@ -83,7 +83,7 @@ def _real(valid: Tensor | None, b: int) -> slice | Tensor:
 def _alone(
     row: Row, call: AttentionCall, b: int, real: slice | Tensor, read_only: bool, impl: Impl | None
 ) -> Float[Tensor, "H Q E"]:
-    q, k, v = call.q[b], call.k[b], call.v[b]
+    q, k, v = call.q.select(0, b), call.k.select(0, b), call.v.select(0, b)
     if isinstance(real, Tensor):
         padded, real = q.new_zeros(*q.shape[:2], v.shape[-1]), real.to(q.device)
         if not len(real):

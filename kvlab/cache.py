@@ -152,7 +152,7 @@ class KVLayer(CacheLayerMixin):
             return self._update_dense(key_states, value_states)
         self.seen += key_states.shape[2]
         # A view, so that the handle rides on a tensor of our own and not on one the model may hand to others.
-        key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
+        key_states = key_states.view_as(key_states)
         self._pending = Handle(self, key_states, value_states)
         self._pending.publish(kwargs.get("kwargs"))
         return key_states, value_states

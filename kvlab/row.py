@@ -204,7 +204,7 @@ class Row:
                 self._pinned.raw("window", self._window, self.n_window),
             )
             slot = self._free_slot() if observe else None
-            single = Single(q[:, 0], scale, softcap, sink_logits, choice, self.centre, self.seen)
+            single = Single(q, scale, softcap, sink_logits, choice, self.centre, self.seen)
             stored = self._pinned.stored(self.config, self.table, self.n_sinks, (k.shape[2], v.shape[2]))
             served, mass = attend_single(single, stored, held, k, v, weights, -1 if slot is None else slot)
             self._placed = slot is not None
@@ -276,7 +276,7 @@ class Row:
         if n_new == 0:
             return
         # What is stored is a constant: a cache must not keep the graph of every forward alive.
-        k, v, mass = k.detach(), v.detach(), None if mass is None else mass.detach()
+        k, v, mass = (x if x is None or not x.requires_grad else x.detach() for x in (k, v, mass))  # type: ignore[assignment]
         if self.rotary is not None:
             self._fold_queries(mass)
         new_mass = self._fold_mass(mass, n_new)

@@ -38,7 +38,7 @@ class Pinned:
             if all(x.is_contiguous() for x in pair):  # else the parts are copies, which see nothing written later
                 self._raw[name] = held
         k, v = held[1]
-        return rowwise_arrays.Part(*k[:3], count), rowwise_arrays.Part(*v[:3], count)
+        return rowwise_arrays.Part(*k[:4], count), rowwise_arrays.Part(*v[:4], count)
 
     def stored(self, config: LayerConfig, table: PageTable, first: int, dims: tuple[int, int]) -> Stored | None:
         """None while nothing is encoded. `first` is the position of the first token where none were evicted."""
@@ -66,7 +66,7 @@ def keeps_tokens(window: tuple[Tensor, Tensor]) -> bool:
 class Single(NamedTuple):
     """One query for each head and how it reads: see `Row.attend`. `seen` is its position."""
 
-    q: Float[Tensor, "H D"]
+    q: Float[Tensor, "H 1 D"]
     scale: float
     softcap: float | None
     sink_logits: Float[Tensor, " H"] | None
@@ -79,7 +79,7 @@ class Single(NamedTuple):
         drift = trig = selected = None
         chunk = 0
         if self.centre is not None and stored is not None:
-            grouped = self.q.float().view(stored.index.shape[0], -1, self.q.shape[1]) * self.scale
+            grouped = self.q.float().view(stored.index.shape[0], -1, self.q.shape[2]) * self.scale
             drift = self.centre.rotary.drift(grouped, self.centre.mu).flatten(0, 1)
             trig = self.centre.rotary.table(self.seen, torch.float32)
         if self.choice is not None:
@@ -106,4 +106,4 @@ def attend_single(
     out, mass = rowwise_arrays.step(single.q, stored, parts, dims, single.scale, extras, weights is not None, slot)
     if mass is not None and weights is not None:
         mass *= float(weights[0])
-    return out.unsqueeze(1).to(single.q.dtype), mass
+    return out if out.dtype == single.q.dtype else out.to(single.q.dtype), mass

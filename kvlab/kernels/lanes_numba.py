@@ -37,6 +37,22 @@ class _Model(models.PrimitiveModel):
         super().__init__(manager, fe_type, _FLOATS)
 
 
+class _Block(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="Block")
+
+
+# Four tokens of 64 codes, each as four lanes: as many as there are registers for, and a few to spare.
+BLOCK, BLOCK_BYTES = 4, 2 * LANES
+block = _Block()
+
+
+@register_model(_Block)
+class _BlockModel(models.PrimitiveModel):
+    def __init__(self, manager, fe_type):
+        super().__init__(manager, fe_type, ir.ArrayType(_FLOATS, BLOCK * 4))
+
+
 def _place(context, builder, array_type, array, at, as_type):
     """Pointer to what begins at number `at` of a flat array."""
     held = context.make_array(array_type)(context, builder, array)
@@ -65,9 +81,7 @@ def load(typingctx, array, at):
     """array[at : at + 16], float32."""
 
     def generate(context, builder, signature, args):
-        found = builder.load(_place(context, builder, signature.args[0], args[0], args[1], _FLOATS))
-        found.align = 4
-        return found
+        return _lanes_at(context, builder, signature.args[0], args[0], args[1])
 
     return lanes(array, types.intp), generate
 
@@ -99,7 +113,7 @@ def fma(typingctx, a, b, c):
     """a * b + c."""
 
     def generate(context, builder, signature, args):
-        return builder.fadd(builder.fmul(args[0], args[1], flags=_FAST), args[2], flags=_FAST)
+        return _fma(builder, *args)
 
     return lanes(lanes, lanes, lanes), generate
 
@@ -116,28 +130,120 @@ def codes(typingctx, array, at, shift, mask):
     return lanes(array, types.intp, types.intp, types.intp), generate
 
 
+def _sums(builder, a, b, c, d):
+    """The sums over the lanes of a, b, c and d."""
+
+    def picked(x, y, order):
+        return builder.shuffle_vector(x, y, _constant(ir.VectorType(_WORD, len(order)), order))
+
+    def added(x, y, evens, odds):
+        return builder.fadd(picked(x, y, evens), picked(x, y, odds), flags=_FAST)
+
+    # Neighbours first: after two rounds each quarter holds a part of all four sums, in order.
+    pairs = [[i + j for i in range(0, LANES, 2) for j in (o, o + LANES)] for o in (0, 1)]
+    quads = [[i + j for i in range(0, LANES, 4) for j in (o, o + 1, o + LANES, o + LANES + 1)] for o in (0, 2)]
+    x = added(added(a, b, *pairs), added(c, d, *pairs), *quads)
+    x = added(x, x, range(8), range(8, 16))
+    return added(x, x, range(4), range(4, 8))
+
+
 @intrinsic
 def store_sums(typingctx, array, at, a, b, c, d):
     """array[at : at + 4] = the sums over the lanes of a, b, c and d."""
 
     def generate(context, builder, signature, args):
-        def picked(x, y, order):
-            return builder.shuffle_vector(x, y, _constant(ir.VectorType(_WORD, len(order)), order))
-
-        def added(x, y, evens, odds):
-            return builder.fadd(picked(x, y, evens), picked(x, y, odds), flags=_FAST)
-
-        # Neighbours first: after two rounds each quarter holds a part of all four sums, in order.
-        pairs = [[i + j for i in range(0, LANES, 2) for j in (o, o + LANES)] for o in (0, 1)]
-        quads = [[i + j for i in range(0, LANES, 4) for j in (o, o + 1, o + LANES, o + LANES + 1)] for o in (0, 2)]
-        x = added(added(args[2], args[3], *pairs), added(args[4], args[5], *pairs), *quads)
-        x = added(x, x, range(8), range(8, 16))
-        x = added(x, x, range(4), range(4, 8))
+        x = _sums(builder, *args[2:])
         done = builder.store(x, _place(context, builder, signature.args[0], args[0], args[1], x.type))
         done.align = 4
         return context.get_dummy_value()
 
     return types.none(array, types.intp, lanes, lanes, lanes, lanes), generate
+
+
+@intrinsic
+def nibbles(typingctx, array, at, step):
+    """A block of 4-bit codes as floats: BLOCK_BYTES from `at` on and from places `step`, 2 `step`, ... further.
+
+    Of each token the low halves of its bytes, then the high ones.
+    """
+
+    def generate(context, builder, signature, args):
+        made, place = ir.Constant(ir.ArrayType(_FLOATS, BLOCK * 4), ir.Undefined), args[1]
+        for token in range(BLOCK):
+            for part in range(2):
+                first = builder.add(place, ir.Constant(place.type, part * LANES))
+                words = _bytes(context, builder, signature.args[0], args[0], first)
+                for high, x in enumerate((builder.and_(words, _all(15)), builder.lshr(words, _all(4)))):
+                    made = builder.insert_value(made, builder.sitofp(x, _FLOATS), token * 4 + high * 2 + part)
+            place = builder.add(place, args[2])
+        return made
+
+    return block(array, types.intp, types.intp), generate
+
+
+def _apart(builder, at, half):
+    """Where the four lanes of a block's token belong: two from `at` on, two `half` further."""
+    low = [builder.add(at, ir.Constant(at.type, part * LANES)) for part in range(2)]
+    return low + [builder.add(x, half) for x in low]
+
+
+def _lanes_at(context, builder, array_type, array, at):
+    found = builder.load(_place(context, builder, array_type, array, at, _FLOATS))
+    found.align = 4
+    return found
+
+
+def _fma(builder, a, b, c):
+    return builder.fadd(builder.fmul(a, b, flags=_FAST), c, flags=_FAST)
+
+
+@intrinsic
+def block_dots(typingctx, codes, q, at, half, into, place, more):
+    """into[place : place + 4] = the block's tokens times q at `at` and `half` further; added to it where `more`."""
+
+    def generate(context, builder, signature, args):
+        x, (_, q_type, _, _, into_type, _, _) = args[0], signature.args
+        query = [_lanes_at(context, builder, q_type, args[1], one) for one in _apart(builder, args[2], args[3])]
+        sums = []
+        for token in range(BLOCK):
+            total = builder.fmul(builder.extract_value(x, token * 4), query[0], flags=_FAST)
+            for part in range(1, 4):
+                total = _fma(builder, builder.extract_value(x, token * 4 + part), query[part], total)
+            sums.append(total)
+        found = _sums(builder, *sums)
+        where = _place(context, builder, into_type, args[4], args[5], found.type)
+        before = builder.load(where)
+        before.align = 4
+        zero = ir.Constant(found.type, [0.0] * BLOCK)
+        found = builder.fadd(found, builder.select(args[6], before, zero), flags=_FAST)
+        builder.store(found, where).align = 4
+        return context.get_dummy_value()
+
+    return types.none(codes, q, types.intp, types.intp, into, types.intp, types.boolean), generate
+
+
+@intrinsic
+def block_mix(typingctx, codes, weights, first, out, at, half):
+    """Add to out, at `at` and `half` further, the block's tokens times weights[first : first + 4]."""
+
+    def generate(context, builder, signature, args):
+        x, (_, weights_type, _, out_type, _, _) = args[0], signature.args
+        four = builder.load(
+            _place(context, builder, weights_type, args[1], args[2], ir.VectorType(ir.FloatType(), BLOCK))
+        )
+        four.align = 4
+        shares = [
+            builder.shuffle_vector(four, four, _constant(ir.VectorType(_WORD, LANES), [token] * LANES))
+            for token in range(BLOCK)
+        ]
+        for part, one in enumerate(_apart(builder, args[4], args[5])):
+            total = _lanes_at(context, builder, out_type, args[3], one)
+            for token in range(BLOCK):
+                total = _fma(builder, builder.extract_value(x, token * 4 + part), shares[token], total)
+            builder.store(total, _place(context, builder, out_type, args[3], one, _FLOATS)).align = 4
+        return context.get_dummy_value()
+
+    return types.none(codes, weights, types.intp, out, types.intp, types.intp), generate
 
 
 @intrinsic

@@ -18,7 +18,7 @@ from kvlab.kernels.dispatch import Impl, choose
 from kvlab.kernels.formats import Format, restored_values
 
 if TYPE_CHECKING:
-    from kvlab.kernels.rowwise_arrays import Pages
+    from kvlab.kernels.rowwise_arrays import Record
 
 IMPLS = ("numba", "reference")
 _RAW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,11 +45,11 @@ class Stored:
     first: int = 0
 
     @functools.cached_property
-    def arrays(self) -> "Pages":
+    def record(self) -> "Record":
         """The same for compiled code, made once."""
-        from kvlab.kernels.rowwise_arrays import pages_of
+        from kvlab.kernels.rowwise_arrays import record_of
 
-        return pages_of(self)
+        return record_of(self)
 
 
 class Extras(NamedTuple):
@@ -70,6 +70,7 @@ class Extras(NamedTuple):
 PLAIN = Extras()
 
 
+@functools.cache  # asked in every layer of every step
 def runs_compiled(impl: Impl, device: torch.device, *dtypes: torch.dtype) -> bool:
     """Whether the compiled step serves tensors of these dtypes on this device; otherwise the caller has its own way.
 

@@ -9,8 +9,23 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from kvlab.kernels.lanes_numba import BLOCK
+from kvlab.kernels.records_numba import array_at, pages_of, raw_parts
 from kvlab.kernels.shared_numba import FAST, LEAF, as_float, kept
-from kvlab.kernels.tiles_numba import aligned, by_token, dots, load_raw, load_stored, mix, padded, store_raw
+from kvlab.kernels.tiles_numba import (
+    aligned,
+    by_token,
+    dots,
+    dots_nibbles,
+    factors,
+    in_registers,
+    load_raw,
+    load_stored,
+    mix,
+    mix_nibbles,
+    padded,
+    store_raw,
+)
 
 # Numbers decoded at once, 16 KiB or a third of a first-level cache, and the fewest tokens that this may mean.
 TILE, LEAST = 4096, 16
@@ -213,11 +228,20 @@ def _take(desk, q, scale, rotated):
 @njit(forceinline=True, **LEAF)
 def _score_stored(desk, n, spans, pages, width, drift, trig):
     """Logits of the stored tokens of head n; returns how many."""
-    stride, by_its_scale, column = padded(width), by_token(pages.k, width), 0
+    queries, stride, by_its_scale, column = desk.sums.shape[0], padded(width), by_token(pages.k, width), 0
+    direct = in_registers(pages.k, width)
     for s in range(spans):
         row, size = desk.rows[s], desk.sizes[s]
-        load_stored(pages.k, n, row, size, pages.page_tokens, width, desk.tile, stride, desk.steps, desk.shifts)
-        dots(desk.q_pages, desk.sums.shape[0], desk.tile, size, stride, desk.logits, desk.columns, column)
+        blocks = size // BLOCK * BLOCK if direct else 0
+        if blocks:
+            data, step = pages.k.data, pages.k.row_bytes
+            dots_nibbles(desk.q_pages, queries, data, step, row, blocks, stride, desk.logits, desk.columns, column)
+        if blocks < size:
+            more = pages.page_tokens, width, desk.tile, stride, desk.steps, desk.shifts
+            load_stored(pages.k, n, row + blocks, size - blocks, *more)
+            dots(desk.q_pages, queries, desk.tile, size - blocks, stride, desk.logits, desk.columns, column + blocks)
+        if blocks:
+            factors(pages.k, row, size, desk.steps, desk.shifts)
         if by_its_scale:
             _stretch(desk.logits, desk.columns, column, desk.sums, desk.steps, desk.shifts, size)
         if drift.shape[0]:
@@ -252,15 +276,22 @@ def _score_raw(desk, n, raw, width, column):
 def _mix_stored(desk, n, spans, pages, width):
     """Add the values of the stored tokens of head n to `mixed`, which is zero."""
     queries, stride, by_its_scale, column = desk.sums.shape[0], padded(width), by_token(pages.v, width), 0
+    direct = in_registers(pages.v, width)
     desk.added[:] = 0
     for s in range(spans):
-        size = desk.sizes[s]
-        load_stored(
-            pages.v, n, desk.rows[s], size, pages.page_tokens, width, desk.tile, stride, desk.steps, desk.shifts
-        )
+        row, size = desk.rows[s], desk.sizes[s]
+        blocks = size // BLOCK * BLOCK if direct else 0
+        if blocks < size:
+            more = pages.page_tokens, width, desk.tile, stride, desk.steps, desk.shifts
+            load_stored(pages.v, n, row + blocks, size - blocks, *more)
+        if blocks:
+            factors(pages.v, row, size, desk.steps, desk.shifts)
         if by_its_scale:
             _weigh(desk.logits, desk.columns, column, desk.steps, desk.shifts, desk.weights, desk.added, size)
-            mix(desk.weights, size, 0, queries, desk.tile, size, stride, desk.mixed)
+            if blocks:
+                data, step = pages.v.data, pages.v.row_bytes
+                mix_nibbles(desk.weights, queries, data, step, row, blocks, stride, desk.mixed, size)
+            mix(desk.weights, size, blocks, queries, desk.tile, size - blocks, stride, desk.mixed)
         else:
             mix(desk.logits, desk.columns, column, queries, desk.tile, size, stride, desk.mixed)
         column += size
@@ -295,16 +326,26 @@ def _report(desk, spans, read, longest, raw, mass):
 
 
 @kept
-def attend(q, scale, pages, raw_k, raw_v, slot, selected, chunk, softcap, sink_logits, drift, trig, mass, out):
-    """One query for each of H heads, `q` [H, D] before scaling; writes `out` [H, E] and, if it has rows, `mass`.
+def attend(record, call, scale, softcap):
+    """One query for each of H heads, `q` [H, D] before scaling; writes `out` [H, E] and, where asked to, `mass`.
 
-    `raw_k` and `raw_v` are sinks, window and the new token, which is also put at `slot` of the window, if that is not
-    negative. `selected` [N, S] are chunks to read, all where it has no column; `drift`
-    [H, D] and `trig` add a term that depends on the position to the logits of stored tokens. `mass` is [N, L + raw].
+    `record` are pages and `call` everything else, as `rowwise_arrays.step` writes them down: sinks, window and the new
+    token, which is also put at `slot` of the window, if that is not negative; `selected` [N, S], chunks to read, all
+    where it has no column; `drift` [H, D] and `trig`, which add a term that depends on the position to the logits of
+    stored tokens. `mass` is [N, L + raw].
     """
-    heads, (width_k, width_v) = pages.counts.shape[0], (q.shape[1], out.shape[1])
-    group, stride = q.shape[0] // heads, padded(width_v)
+    pages = pages_of(record)
+    heads, queries, (width_k, width_v) = pages.counts.shape[0], call[0], (call[1], call[2])
+    q, out = array_at(call[3], (queries, width_k), np.float32), array_at(call[4], (queries, width_v), np.float32)
+    slot, chunk = call[5], call[8]
+    selected = array_at(call[6], (heads, call[7]), np.int64)
+    sink_logits = array_at(call[9], queries if call[9] else 0, np.float32)
+    drift = array_at(call[10], (queries if call[10] else 0, width_k), np.float32)
+    trig = array_at(call[11], (call[12], width_k), np.float32)
+    raw_k, raw_v = raw_parts(call, 14, heads, width_k), raw_parts(call, 18, heads, width_v)
     raw = raw_k[0].count + raw_k[1].count + raw_k[2].count
+    mass = array_at(call[13], (heads if call[13] else 0, pages.longest + raw), np.float32)
+    group, stride = queries // heads, padded(width_v)
     joins = not (pages.k.by_channel or pages.v.by_channel)
     desk = _desk(pages, group, width_k, width_v, pages.longest + raw + 3, chunk, selected.shape[1])
     for n in range(heads):

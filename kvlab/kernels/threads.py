@@ -3,7 +3,7 @@ where its threads wait for each other; attention over a short row has dozens of 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -12,13 +12,15 @@ import torch
 SMALL_ELEMENTS = 2**19
 
 
-@contextmanager
-def for_size(elements: int, device: torch.device) -> Iterator[None]:
+def for_size(elements: int, device: torch.device) -> AbstractContextManager[None]:
     """One intra-op thread inside, if the largest operand on the CPU has few `elements`; the setting is put back."""
-    before = torch.get_num_threads()
-    if device.type != "cpu" or before == 1 or elements > SMALL_ELEMENTS:
-        yield
-        return
+    if elements > SMALL_ELEMENTS or device.type != "cpu" or (before := torch.get_num_threads()) == 1:
+        return nullcontext()
+    return _one(before)
+
+
+@contextmanager
+def _one(before: int) -> Iterator[None]:
     torch.set_num_threads(1)
     try:
         yield

@@ -8,7 +8,24 @@ is zero. The branch for a format is taken once for a span and costs nothing.
 import numpy as np
 from numba import njit
 
-from kvlab.kernels.lanes_numba import LANES, codes, e4m3, e5m2, fma, halves, load, prefetch, splat, store, store_sums
+from kvlab.kernels.lanes_numba import (
+    BLOCK,
+    BLOCK_BYTES,
+    LANES,
+    block_dots,
+    block_mix,
+    codes,
+    e4m3,
+    e5m2,
+    fma,
+    halves,
+    load,
+    nibbles,
+    prefetch,
+    splat,
+    store,
+    store_sums,
+)
 from kvlab.kernels.rowwise_arrays import AFFINE, E4M3, E5M2, F16_RAW, F32_RAW
 from kvlab.kernels.shared_numba import FAST, HAS_HALVES, LEAF, as_float, bf16_bits, half, half_bits
 
@@ -128,7 +145,7 @@ def _load_affine(stream, row, n, page_tokens, width, tile, stride, steps, shifts
     group = stream.group
     first = row // page_tokens * width if stream.by_channel else row * (width // group)
     many = width if stream.by_channel else n * (width // group)
-    _factors(stream.scale, stream.zero, first, many, np.float32(stream.offset), steps, shifts)
+    _factors(stream.scale, stream.zero, first, many, np.float32(0.5) * np.float32(stream.twice_offset), steps, shifts)
     _unpack(stream.data, stream.row_bytes, row, n, stream.bits, width, tile, stride)
     if stream.by_channel:
         _scale_channels(tile, n, width, stride, steps, shifts)
@@ -216,6 +233,44 @@ def load_stored(stream, head, row, n, page_tokens, width, tile, stride, steps, s
         _load_fp8(stream.kind, stream.data, row, n, *more, width, tile, stride, steps, shifts)
     else:
         load_raw(stream.kind, stream.data, row, n, width, tile, stride)
+
+
+@njit(forceinline=True, **LEAF)
+def in_registers(stream, width):
+    """Whether products can be had from codes as they lie, without a tile: 4 bits, and a step and shift for a token."""
+    return by_token(stream, width) and stream.bits == 4 and stream.row_bytes % BLOCK_BYTES == 0
+
+
+@njit(forceinline=True, **LEAF)
+def factors(stream, row, n, steps, shifts):
+    """Steps and shifts of n tokens from `row` on, of a stream with one for a token."""
+    _factors(stream.scale, stream.zero, row, n, np.float32(0.5) * np.float32(stream.twice_offset), steps, shifts)
+
+
+@njit(**LEAF)
+def dots_nibbles(q, queries, data, step, row, n, stride, logits, columns, column):
+    """As `dots`, of n tokens from `row` on, a multiple of BLOCK; `step` bytes of 4-bit codes for each."""
+    for t in range(0, n, BLOCK):
+        first = (row + t) * step
+        for part in range(0, step, BLOCK_BYTES):
+            found = nibbles(data, first + part, step)
+            prefetch(data, first + 2 * part + AHEAD)
+            prefetch(data, first + 2 * part + AHEAD + _LINE)
+            for g in range(queries):
+                block_dots(found, q, g * stride + part, step, logits, g * columns + column + t, part > 0)
+
+
+@njit(**LEAF)
+def mix_nibbles(weights, queries, data, step, row, n, stride, out, columns):
+    """As `mix`, of n tokens from `row` on, a multiple of BLOCK; `step` bytes of 4-bit codes for each."""
+    for t in range(0, n, BLOCK):
+        first = (row + t) * step
+        for part in range(0, step, BLOCK_BYTES):
+            found = nibbles(data, first + part, step)
+            prefetch(data, first + 2 * part + AHEAD)
+            prefetch(data, first + 2 * part + AHEAD + _LINE)
+            for g in range(queries):
+                block_mix(found, weights, g * columns + t, out, g * stride + part, step)
 
 
 @njit(**LEAF)

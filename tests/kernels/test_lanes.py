@@ -55,3 +55,25 @@ def test_sums_and_products() -> None:
     np.testing.assert_allclose(sums[1:5], SOME.reshape(4, 16).sum(1), rtol=1e-5)
     assert sums[0] == sums[5] == 0
     np.testing.assert_allclose(product, SOME[:16] * SOME[16:32] + 0.5, rtol=1e-6, atol=1e-6)
+
+
+def test_blocks_of_nibbles() -> None:
+    """Four tokens of 128 codes, the low and high halves of 64 bytes: the second half of the bytes adds to the first."""
+
+    @njit
+    def run(data, q, dots, weights, mixed):
+        for part in (0, 32):
+            found = lanes.nibbles(data, 7 + part, 70)
+            lanes.block_dots(found, q, part, 64, dots, 1, part > 0)
+            lanes.block_mix(found, weights, 2, mixed, part, 64)
+
+    rng = np.random.default_rng(2)
+    data, q = rng.integers(0, 256, 300, dtype=np.uint8), rng.standard_normal(128).astype(np.float32)
+    dots, weights = np.full(6, np.nan, np.float32), rng.standard_normal(6).astype(np.float32)
+    mixed = np.arange(128, dtype=np.float32)
+    run(data, q, dots, weights, mixed)
+    tokens = np.stack([data[7 + 70 * t :][:64] for t in range(4)])
+    values = np.concatenate([tokens & 15, tokens >> 4], axis=1).astype(np.float32)
+    np.testing.assert_allclose(dots[1:5], values @ q, rtol=1e-5, atol=1e-4)
+    assert np.isnan(dots[[0, 5]]).all()
+    np.testing.assert_allclose(mixed, np.arange(128) + weights[2:] @ values, rtol=1e-5, atol=1e-4)

@@ -126,6 +126,25 @@ def test_head_dims_and_query_heads(dims: tuple[int, int], group: int) -> None:
     compare(draw.normal(2 * group, dims[0]), draw.stored(*codecs, (32, 32), dims), draw.raw(2, dims))
 
 
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (64, 192), (80, 96)], ids=str)
+@pytest.mark.parametrize(("counts", "page"), [((63, 63), 16), ((3, 22), 16), ((150, 149), 40), ((5, 0), 1)], ids=str)
+def test_one_scale_for_a_head_dim(counts: tuple[int, ...], page: int, dims: tuple[int, int], group: int) -> None:
+    """Codes of 4 bits that are multiplied as they lie, four tokens at a time, where the head dim allows it."""
+    draw = Draw(11)
+    codecs = Affine(bits=4, group=0), Affine(bits=4, group=0, mode="midrise", hadamard=True)
+    compare(draw.normal(2 * group, dims[0]), draw.stored(*codecs, counts, dims, page), draw.raw(2, dims))
+
+
+def test_chunks_of_codes_that_are_multiplied_as_they_lie() -> None:
+    draw = Draw(12)
+    codec = Affine(bits=4, group=0)
+    stored, selected = draw.stored(codec, codec, (94, 75)), torch.tensor([[0, 2, 11], [1, 9, -1]])
+    term = {"drift": draw.normal(6, 64) / 4, "trig": draw.normal(120, 64)}
+    for extras in (Extras(**term), Extras(**term, selected=selected, chunk=8)):
+        compare(draw.normal(6, 64), stored, draw.raw(2), extras)
+
+
 @pytest.mark.parametrize("counts", [(1, 1), (63, 63), (64, 1), (0, 40), (17, 33)], ids=str)
 @pytest.mark.parametrize("page", [1, 8, 16, 40])
 def test_counts_and_pages(counts: tuple[int, ...], page: int) -> None:
