@@ -5,9 +5,11 @@ config; a kernel killed halfway is a failure, and going on scores only what is m
 import atexit
 import contextlib
 import dataclasses
+import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import papermill
@@ -23,6 +25,7 @@ from kvlab.search import engine
 from kvlab.search.settings import UsageError
 from kvlab.subject import LocalSubject
 from kvlab.sweep import SweepRun, run_search, run_sweep
+from kvlab.sweep import __main__ as command
 from kvlab.sweep.catalog import SWEEPS
 from kvlab.sweep.execution import execute, shown
 from kvlab.sweep.places import notebook_of
@@ -61,10 +64,13 @@ def given(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def executed(given, tmp_path_factory):
-    """The notebook of a sweep as papermill leaves it, from the repository's root; each runs once."""
+    """The notebook of a sweep as papermill leaves it, from the repository's root; each runs once. fp8 through its
+    command."""
     folder, done = tmp_path_factory.mktemp("executed"), {}
 
     def run(name):
+        if name == "fp8" and name not in done:
+            done[name] = commanded(name, given[name])
         if name not in done:
             out = folder / f"{name}.ipynb"
             papermill.execute_notebook(
@@ -79,6 +85,13 @@ def executed(given, tmp_path_factory):
         return done[name]
 
     return run
+
+
+def commanded(name, params):
+    flags = [word for key, value in params.items() for word in ("-p", key, str(value))]
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(io.StringIO()) as out:
+        assert command.main([name, *flags, "--json"]) == 0
+    return Path(json.loads(out.getvalue())["run"]) / "notebook.ipynb"
 
 
 @contextlib.contextmanager
@@ -129,6 +142,25 @@ def test_papermill_runs_it(name, executed):
     # the figures it shows lie in the run folder too
     for figure in {"losses", "curves"} & set(cells):
         assert {p.suffix for p in (found.path / "figures").glob(f"{figure}.*")} == {".png", ".svg"}
+
+
+def test_the_command_keeps_the_notebook_and_a_page_with_the_run(executed):
+    notebook = executed("fp8")
+    assert not list(notebook.parents[1].glob("*.ipynb"))
+    page = notebook.with_suffix(".html").read_text()
+    assert page.count("<img") == 1
+    assert 'alt="Scatter plot' in page
+    assert 'src="http' not in page
+    assert "import(" not in page
+
+
+def test_help_lists_every_sweep_without_loading_anything_heavy():
+    code = "import sys; from kvlab.sweep.__main__ import _parser; print(_parser().format_help()); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    *shown_help, modules = done.stdout.splitlines()
+    for name, sweep in SWEEPS.items():
+        assert f"  {name:<11} {sweep.what}" in shown_help
+    assert not {"torch", "transformers", "papermill", "pandas", "numpy", "matplotlib", "IPython"} & set(modules.split())
 
 
 @pytest.mark.parametrize("name", SWEEPS)

@@ -238,30 +238,15 @@ def test_a_pipe_as_stdin_leaves_the_notebook_alone(tmp_path):
 # -- the wrapper ------------------------------------------------------------------------------------------------------
 
 
-def test_the_wrapper_runs_the_notebook_and_keeps_it_with_the_run(tiny, tmp_path, capfd):
-    given = ["-p", "model", tiny, "-p", "items", "4", "-p", "families", "code", "-p", "formats", "[int8]"]
-    assert command.main(["fp8", *given, "--out", str(tmp_path), "--json"]) == 0
-    out, err = capfd.readouterr()
-    result = json.loads(out)
-    assert result["schema"] == "kvlab.sweep/1"
-    assert "TCP without encryption" not in err
-    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [Path(result["run"]).name]
-    assert not list(tmp_path.glob("*.ipynb"))
-    kept = nbformat.read(Path(result["run"]) / "notebook.ipynb", as_version=4)
-    found, why = shown(kept)
-    assert (why, found is not None) == ("", True)
-    page = (Path(result["run"]) / "notebook.html").read_text()
-    assert page.count("<img") == 1
-    assert 'alt="Scatter plot' in page
-    assert 'src="http' not in page
-    assert "import(" not in page
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["fp9"], "nearest is 'fp8'"),
         (["fp8", "-p", "bitz", "4"], "did you mean 'items'"),
+        (["sweet_spot", "-p", "mode", "bets"], "did you mean 'best'"),
+        (["sweet_spot", "-p", "formats", "int8"], "unknown parameter 'formats'"),
+        (["sweet_spot", "-p", "generate", "True"], "say how many with items"),
+        (["eviction", "-p", "keep", "2"], "must lie in (0, 1]"),
         (["fp8", "-p", "items", "nan"], "whole number"),
         (["fp8", "-p", "budget_gb", "-1"], "positive"),
         (["fp8", "-p", "out", "a", "--out", "b"], "leave one out"),
@@ -285,9 +270,10 @@ def test_a_killed_kernel_is_a_failure_whatever_papermill_notes(tmp_path):
     assert "Kernel" in outcome.why
 
 
-def test_a_notebook_that_ends_well_without_a_result_is_a_failure(tmp_path):
+def test_a_notebook_that_ends_well_without_a_result_is_a_failure(tmp_path, capfd):
     outcome = execute(written(tmp_path / "empty.ipynb", bare(["1 + 1"])), {}, tmp_path / "runs")
     assert (outcome.code, outcome.why) == (1, "the notebook shows no result")
+    assert "TCP without encryption" not in capfd.readouterr().err
 
 
 def test_an_error_of_the_request_in_a_cell_ends_with_2(tmp_path):
