@@ -92,6 +92,7 @@ def _judged(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             "label": e.get("format") or e["label"],
             "config_id": e["config_id"],
             "bytes": e.get("workload_bytes"),
+            "read": e.get("read_bytes"),
             "fits": "yes" if doc.fits(result, e) else "no",
             "bits": e.get("workload_effective_bits", e.get("effective_bits")),
             "verdict": e.get("verdict") or "–",
@@ -120,13 +121,10 @@ def _scored(result: Mapping[str, Any], labels: Mapping[str, str]) -> list[dict[s
     """What a run without a result has scored: means and no verdict."""
     groups: dict[str, dict[str, Any]] = {}
     for row in result["scored"]:
-        entry = groups.setdefault(
-            row["config_id"],
-            {
-                "label": labels.get(row["config_id"], row["config_id"]), "config_id": row["config_id"], "bytes": None, "fits": "",
-                "bits": row["effective_bits"], "verdict": "no verdict", "families": {},
-            },
-        )  # fmt: skip
+        config = row["config_id"]
+        about = {"label": labels.get(config, config), "config_id": config, "bits": row["effective_bits"]}
+        fresh = {**about, "bytes": None, "fits": "", "verdict": "no verdict", "families": {}}
+        entry = groups.setdefault(config, fresh)
         score = f"{100 * row['score']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
         entry["families"][row["family"]] = {"n": row["n"], "verdict": score}
     return list(groups.values())

@@ -101,6 +101,8 @@ def _stroke(moves: str, colour: str, width: float, *, opacity: float = 1, round_
 
 
 def _svg(wide: int, high: int, body: str, label: str, *, stretched: bool = False, limit: str = "") -> str:
-    fixed = f' preserveAspectRatio="none" height="{high}"' if stretched else ""
-    style = f' style="max-width:{limit}"' if limit else ""
+    fixed = ' preserveAspectRatio="none"' if stretched else ""
+    # In a style: Jupyter's own would stretch a height that is an attribute.
+    rules = [f"height:{high}px"] * stretched + [f"max-width:{limit}"] * bool(limit)
+    style = f' style="{";".join(rules)}"' if rules else ""
     return f'<svg viewBox="0 0 {wide} {high}" role="img" aria-label="{esc(label)}"{fixed}{style}>{body}</svg>'

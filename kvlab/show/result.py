@@ -41,9 +41,14 @@ def html(d: Mapping[str, Any]) -> str:
 
 
 def header(d: Mapping[str, Any]) -> list[str]:
-    sized = ["at workload", "fits"] if _sized(d) else []
+    sized = ["at workload", *(["read a step"] if _sparse(d) else []), "fits"] if _sized(d) else []
     n = _one_n(d)
     return ["config", *sized, "bits", *(f"{f}, n={n}" if n else f for f in d["families"]), "verdict"]
+
+
+def _sparse(d: Mapping[str, Any]) -> bool:
+    """Whether any config reads less than it stores."""
+    return any(c.get("read") is not None for c in d["configs"])
 
 
 def _one_n(d: Mapping[str, Any]) -> int | None:
@@ -62,16 +67,17 @@ def rows(d: Mapping[str, Any]) -> list[list[str]]:
     sized, base, out = _sized(d), d["baseline"], []
     if base["families"]:
         scores = [_score(base["families"].get(f), _one_n(d)) for f in d["families"]]
-        out.append([*_known(base, "", sized), *scores, "baseline"])
+        out.append([*_known(base, "", sized, _sparse(d)), *scores, "baseline"])
     for c in d["configs"][:_MOST]:
         cells = [_difference(c["families"].get(f), _one_n(d)) for f in d["families"]]
-        out.append([*_known(c, c["fits"], sized), *cells, str(c["verdict"])])
+        out.append([*_known(c, c["fits"], sized, _sparse(d)), *cells, str(c["verdict"])])
     more = len(d["configs"]) - _MOST
     return [*out, [f"... {more} more", *[""] * (len(header(d)) - 1)]] if more > 0 else out
 
 
-def _known(entry: Mapping[str, Any], fits: str, sized: bool) -> list[str]:
-    sizes = [size(entry["bytes"]), fits] if sized else []
+def _known(entry: Mapping[str, Any], fits: str, sized: bool, sparse: bool) -> list[str]:
+    read = [size(entry.get("read") or entry["bytes"])] if sparse else []
+    sizes = [size(entry["bytes"]), *read, fits] if sized else []
     return [line(entry["label"], 32), *sizes, number(entry["bits"], ".2f")]
 
 

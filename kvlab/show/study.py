@@ -40,7 +40,7 @@ _HEADER = ["trial", "value", "violation", "what"]
 
 def _counts(d: Mapping[str, Any]) -> str:
     counted = ", ".join(f"{n} {state}" for state, n in d["trials"].items() if n) or "nothing posted"
-    return f"{counted}; {d['duplicates']} duplicates"
+    return f"{counted}; {d['duplicates']} of them duplicates" if d["duplicates"] else counted
 
 
 def _best(d: Mapping[str, Any]) -> str:

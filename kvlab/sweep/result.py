@@ -6,7 +6,6 @@ Nothing shown depends on a kernel's state, a network or the time.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,13 @@ from kvlab.report import document as doc
 from kvlab.report.figures.ink import png, svg
 from kvlab.report.figures.tradeoff import alt
 from kvlab.report.repeat import flip_floor
+from kvlab.report.shown import result_document
 from kvlab.runs import Run
 from kvlab.sweep import figures
 from kvlab.sweep.figures import TITLES
 
 SCHEMAS = ("kvlab.sweep/1", "kvlab.search/1")
 MIME = "application/vnd.kvlab.result+json"
-_STYLE = """.kvlab-sweep { font: 14px/1.5 var(--jp-content-font-family, system-ui, sans-serif);
-  color: var(--jp-content-font-color1, inherit) }
-.kvlab-sweep table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5em 0 }
-.kvlab-sweep th, .kvlab-sweep td { text-align: left; padding: .2em 1.2em .2em 0; white-space: nowrap;
-  border-bottom: 1px solid var(--jp-border-color2, #8a9099) }
-.kvlab-sweep .word { font-weight: 700 }"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +97,9 @@ class SweepRun:
         return "\n".join([*lines(self.result), "", table, "", *footnotes(self.result), f"run: {self.path}"])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/plain": repr(self), "text/html": self._html(), MIME: dict(self.result)}
+        from kvlab.show import bundle
 
-    def _html(self) -> str:
-        first, *rest = lines(self.result)
-        word, _, sentence = first.partition("  ")
-        head = "".join(f"<th>{escape(str(c))}</th>" for c in self.table.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(str(v))}</td>" for v in row) + "</tr>"
-            for row in self.table.itertuples(index=False)
-        )
-        notes = "".join(f"<div>{escape(line)}</div>" for line in [*footnotes(self.result), f"run: {self.path}"])
-        return (
-            f'<style>{_STYLE}</style><div class="kvlab-sweep"><div><span class="word">{escape(word)}</span> '
-            f"{escape(sentence)}</div>{''.join(f'<div>{escape(line)}</div>' for line in rest)}"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            f"<details><summary>Margin, controls, notes</summary>{notes}</details></div>"
-        )
+        return bundle("result", result_document(self.result), json=self.result) | {"text/plain": repr(self)}
 
 
 def verdict_table(result: Mapping[str, Any]) -> pd.DataFrame:

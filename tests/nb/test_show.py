@@ -214,7 +214,7 @@ def test_a_study_counts_and_never_calls_the_infeasible_best(bundles):
     assert all(row["violation"] <= 0 for row in document["feasible"])
     assert [row["value"] for row in document["feasible"]] == sorted(row["value"] for row in document["feasible"])
     assert "8 complete" in bundles["study"]["text/plain"]
-    assert "1 duplicates" in bundles["study"]["text/plain"]
+    assert "2 fail, 2 waiting; 1 of them duplicates" in bundles["study"]["text/plain"]
 
 
 # -- large ones --------------------------------------------------------------------------------------------------------
