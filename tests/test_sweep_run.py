@@ -186,7 +186,7 @@ def test_text_of_a_result_is_escaped(run):
     configs = [c | {"format": evil, "label": evil} for c in run.result["configs"]]
     page = SweepRun(run.path, run.result | {"configs": configs, "notes": [evil]})._repr_mimebundle_()["text/html"]
     assert "<script" not in page
-    assert page.count("&lt;script&gt;") == 3
+    assert page.count("&lt;script&gt;") >= 3
 
 
 # -- papermill --------------------------------------------------------------------------------------------------------
