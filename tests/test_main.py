@@ -43,9 +43,11 @@ def test_an_unknown_command_names_the_nearest(word, near, capsys):
     assert captured.out == ""
 
 
-def test_no_command_is_a_wrong_one(capsys):
-    assert main([]) == 2
-    assert capsys.readouterr().out == ""
+def test_no_command_lists_them_all(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name:<8} {line}\n" in printed for name, (_, line) in COMMANDS.items())
+    assert {"ls", "show", "compare", "gc", "report"} <= set(COMMANDS)
 
 
 def test_arguments_reach_the_command(capsys):

@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -40,18 +41,26 @@ def test_json_is_one_document(tmp_path, make_run, search, capsys):
 
 
 @pytest.mark.parametrize("result", [True, False])
-def test_an_unfinished_run_exits_1_unless_partial(tmp_path, make_run, search, capsys, result):
+def test_a_killed_run_is_shown_as_partial_and_exits_1(tmp_path, make_run, search, capsys, result):
     run = make_run(tmp_path, search if result else None, state="running")
     assert main([str(run.path)]) == 1
     out, err = capsys.readouterr()
-    assert out == ""
-    assert "interrupted, not complete" in err
-    assert not (run.path / "report.html").exists()
-    assert main([str(run.path), "--partial"]) == 0
-    assert capsys.readouterr().out.startswith("PARTIAL: the run is interrupted. Nothing here is final.")
+    assert out.startswith("PARTIAL: the run is interrupted. Nothing here is final.")
+    assert "not complete: interrupted" in err
     assert "PARTIAL" in (run.path / "report.html").read_text()
-    assert main([str(run.path), "--partial", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out, parse_constant=refuse)["complete"] is False
+    assert "PARTIAL" in (run.path / "report.md").read_text()
+    if not result:
+        assert main([str(run.path), "--partial", "--json"]) == 0  # what was asked for
+        assert json.loads(capsys.readouterr().out, parse_constant=refuse)["complete"] is False
+
+
+def test_a_failed_run_says_why(tmp_path, make_run, capsys):
+    run = make_run(tmp_path, None, state="running")
+    run.set_status("failed", error="RuntimeError: out of luck")
+    assert main([str(run.path)]) == 1
+    line = "FAILED: the run is failed (RuntimeError: out of luck). Nothing here is final."
+    assert capsys.readouterr().out.startswith(line)
+    assert line in (run.path / "report.html").read_text()
 
 
 def test_an_unknown_run_exits_2_with_the_nearest(tmp_path, make_run, search, capsys):
@@ -95,3 +104,44 @@ def test_help_loads_neither_torch_nor_figures():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--partial" in done.stdout
+    assert "--check" in done.stdout
+
+
+def notebook(*cells):
+    return json.dumps({"cells": list(cells), "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+
+
+def cell(count, **output):
+    return {"cell_type": "code", "execution_count": count, "source": "", "outputs": [output] if output else []}
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("", 2, "stdin is no notebook"),
+        ("[1]", 2, "no notebook"),
+        (notebook(cell(1)), 1, "shows no result"),
+        (notebook(cell(1), cell(None)), 1, "code cell 2 was never run"),
+        (notebook(cell(1, output_type="error", ename="MemoryError", evalue="gone")), 1, "failed: MemoryError: gone"),
+    ],
+)
+def test_a_notebook_that_did_not_run_is_refused(monkeypatch, capsys, text, code, said):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main([]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+
+
+def test_a_notebook_is_read_from_a_pipe(monkeypatch, capsys, sweep):
+    shown = cell(2, output_type="display_data", data={"application/vnd.kvlab.result+json": sweep})
+    text = notebook({"cell_type": "markdown", "source": "x"}, cell(1), shown)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("HOLDS  The smallest that holds is fp8_e4m3")
+
+
+def test_markdown_on_stdout(tmp_path, make_run, capsys):
+    run = make_run(tmp_path, None, state="running")
+    assert main([str(run.path), "--md", "--partial"]) == 0
+    assert capsys.readouterr().out == (run.path / "report.md").read_text()

@@ -5,7 +5,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvlab.report import html, pareto
+from kvlab.report import html
+from kvlab.report.figures import flips_matrix, of_run
+from kvlab.report.markdown import markdown
+from kvlab.report.noise import bumps
 
 EVIL = '<script>alert("x")</script>&'
 
@@ -39,15 +42,19 @@ def read(page):
 
 
 @pytest.fixture(scope="module")
-def page(search, drawn):
-    return html(search, {"pareto": drawn, "pareto-dark": pareto(search, dark=True)}, {"python": "3.11"})
+def page(search):
+    return html(search, of_run(search), {"python": "3.11"})
 
 
 def test_the_page_needs_nothing_else(page):
     reader = read(page)
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in reader.tags}
     sources = [attrs[k] for _, attrs in reader.tags for k in ("src", "href", "srcset") if k in attrs]
-    assert len(sources) == 2
+    names = ["pareto", "families", "flips", "budget"]
+    assert len(sources) == 2 * len(names)  # one for each theme
+    images = [attrs for tag, attrs in reader.tags if tag == "img"]
+    assert len(images) == len(names)
+    assert all(len(attrs["alt"]) > 40 for attrs in images)
     assert all(s.startswith("data:image/png;base64,") for s in sources)
     assert "http" not in re.sub(r"base64,[^\"]+", "", page)
     assert "url(" not in page
@@ -81,7 +88,7 @@ def test_everything_is_escaped(search):
     odd["finalists"][0]["toml"] = EVIL
     odd["controls"]["positive"]["label"] = EVIL
     odd["margin"]["rule"] = EVIL
-    page = html(odd, {"pareto": pareto(odd)}, {"argv": [EVIL]})
+    page = html(odd, {"flips": flips_matrix(odd)}, {"argv": [EVIL]})
     assert "<script" not in page
     assert EVIL in "".join(read(page).text)
 
@@ -94,6 +101,46 @@ def test_a_partial_run_says_so_first(search):
 
 
 def test_a_sweep_has_a_page_too(sweep):
-    text = " ".join(read(html(sweep, {"pareto": pareto(sweep)}, {})).text)
+    text = " ".join(read(html(sweep, {}, {})).text)
     assert "The smallest that holds is fp8_e4m3" in text
     assert "No budget set" in text
+
+
+def test_markdown_says_the_same_in_the_same_order(search):
+    text = markdown(search, {"flips": flips_matrix(search)}, {"python": "3.11"})
+    lines = text.splitlines()
+    assert lines[0] == "# smollm2-135m, run"
+    assert lines[2].startswith("**HOLDS** K4V2 g32 at 5.66 GB")
+    order = [lines.index(f"## {t}") for t in ("Before and after", "Accuracy against the baseline, per family", "Notes")]
+    assert order == sorted(order)
+    assert "| K4V2 g32 | retrieval | HOLDS | 128 |" in text
+    assert "](figures/flips.png)" in text
+    assert text.index("<summary>Provenance</summary>") > text.index("## Notes")
+
+
+def test_markdown_escapes_what_would_be_markup(search):
+    odd = copy.deepcopy(search)
+    odd["notes"] = [f"a | b {EVIL} [link](x)"]
+    odd["finalists"][0]["toml"] = "```\n# out"
+    text = markdown(odd, {}, {"argv": [EVIL]})
+    assert r"\<script\>" in text
+    assert "<script" not in text.split("<details>")[0].replace(r"\<", "")
+    assert r"a \| b" in text
+    assert r"\[link\](x)" in text
+    assert text.count("```") == 4  # settings and provenance, opened and closed
+
+
+def test_what_falls_where_bytes_grow_is_said(search):
+    odd = copy.deepcopy(search)
+    odd["finalists"][0]["families"]["code"] |= {"diff": -0.09, "low": -0.12, "high": -0.05}
+    odd["finalists"][1]["families"]["code"] |= {"diff": 0.0, "low": -0.02, "high": 0.02}
+    odd["finalists"][2]["families"]["code"] |= {"diff": -0.01, "low": -0.06, "high": 0.03}
+    found = [line for line in bumps(odd) if line.startswith("code")]
+    assert found == [
+        "code: K4V2 g32 scores 9.0 points below the smaller K4V2 g64: more than noise, the intervals do not overlap."
+    ]
+    odd["finalists"][0]["families"]["code"] |= {"high": -0.02}
+    assert "within noise, the intervals overlap" in bumps(odd)[-1]
+    odd["finalists"][0]["families"]["code"]["n"] = 1
+    assert "one item gives no interval" in bumps(odd)[-1]
+    assert bumps(odd)[-1] in html(odd, {}, {})

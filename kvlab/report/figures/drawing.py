@@ -33,9 +33,15 @@ class Drawing:
         return self._once("svg", dark)
 
     def _once(self, kind: str, dark: bool) -> bytes:
-        # A page and a file both want it, and drawing takes long.
+        # A page and a file both want it, and drawing takes long: one figure, laid out once, gives both kinds.
         if (kind, dark) not in self._made:
-            self._made[kind, dark] = {"png": png, "svg": svg}[kind](self.figure(dark=dark))
+            figure = self.figure(dark=dark)
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+            for name, made in {"png": png, "svg": svg}.items():
+                # The dark one is for pages, which take the PNG.
+                if name == kind or not dark:
+                    self._made[name, dark] = made(figure)
         return self._made[kind, dark]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
