@@ -136,6 +136,8 @@ def kept_bins(row: Row, bins: int = BINS) -> list[float]:
     bins = min(bins, seen)
     if not bins:
         return []
+    if kept_share([row]) == 1:
+        return [1.0] * bins
     heads = len(row.table.pages)
     counts = torch.zeros(bins, dtype=torch.long)
     for first, last in ((0, row.n_sinks), (seen - row.n_window, seen)):

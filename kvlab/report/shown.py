@@ -10,6 +10,12 @@ from kvlab.report.repeat import flip_floor
 from kvlab.runs import Run
 
 
+_UNITS = {
+    False: "points against the baseline on the same items [90 % interval]; of the baseline, per cent right [95 %]",
+    True: "per cent right [95 % interval]",
+}
+
+
 def result_document(result: Mapping[str, Any], labels: Mapping[str, str] = {}) -> dict[str, Any]:
     """A result of any schema the report reads, as `kvlab.show` takes it: the judged ones largest first.
 
@@ -20,7 +26,7 @@ def result_document(result: Mapping[str, Any], labels: Mapping[str, str] = {}) -
     margin = result.get("margin")
     if isinstance(margin, Mapping):
         about.append(f"margin {margin['value_points']:g} points, n = {margin['n']} a family: {margin['rule']}")
-    about += _controls(result)
+    about += [*_controls(result), _UNITS[result["schema"] == "kvlab.rows/1"]]
     return {
         "schema": "kvlab.result/1",
         "run": str(result.get("run", "")).rpartition("/")[2],
