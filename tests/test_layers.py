@@ -282,7 +282,7 @@ def test_no_lazy_name_is_a_module_too() -> None:
 
 
 def test_what_stands_beside_the_tower_never_loads_torch() -> None:
-    files = [p for unit in sorted(BESIDE) for p in (PACKAGE / f"{unit}.py", *(PACKAGE / unit).glob("*.py"))]
+    files = [p for unit in sorted(BESIDE | UNDER) for p in (PACKAGE / f"{unit}.py", *(PACKAGE / unit).glob("*.py"))]
     dotted = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in files if p.exists()]
     modules = [name.removesuffix(".__init__") for name in dotted if not name.endswith("__main__")]
     assert len(modules) > 5
