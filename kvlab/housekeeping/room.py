@@ -5,6 +5,7 @@ was asked to be kept, nor anything in the cache folder that kvlab did not put th
 """
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -160,5 +161,15 @@ def _thing(kind: str, name: str, paths: tuple[Path, ...], why: str = "") -> Thin
             with contextlib.suppress(FileNotFoundError):  # a writer may rename its files meanwhile
                 stat = file.lstat()
                 size += stat.st_size if file.is_file() else 0
-                used = max(used, stat.st_mtime, stat.st_atime if file.is_file() else 0.0)
+                used = max(used, _used(kind, file, stat))
     return Thing(kind=kind, name=name, paths=paths, bytes=size, unused_s=max(0.0, time.time() - used), why=why)
+
+
+def _used(kind: str, file: Path, stat: os.stat_result) -> float:
+    """When something was last of use: a run when it was written, a cached thing when it was read too.
+
+    Whoever asks whether a run is held touches its lock, so that says nothing; neither does its folder.
+    """
+    if kind == "run":
+        return stat.st_mtime if file.is_file() and not file.name.startswith(".") else 0.0
+    return max(stat.st_mtime, stat.st_atime if file.is_file() else 0.0)
