@@ -133,7 +133,7 @@ def headline(result: Mapping) -> tuple[str, str]:
     if result.get("budget_bytes") is not None and not any(fits(result, e) for e in entries):
         return "NOTHING FITS", _nothing_fits(result, entries)
     word = _overall(result)
-    wanted = max((f.get("n_needed") or 0 for e in judged(result) for f in e["families"].values()), default=0)
+    wanted = _would_decide(result)
     more = f" About {wanted:,} items a family would decide." if word == "INCONCLUSIVE" and wanted else ""
     return word, f"No config is shown to hold {_within(result)}.{more}"
 
@@ -207,6 +207,17 @@ def _overall(result: Mapping) -> str:
 
 def _margins(entry: Mapping) -> str:
     return " / ".join(f"{m:g}" for m in sorted({100 * f["margin"] for f in entry["families"].values()}))
+
+
+def _would_decide(result: Mapping) -> int | None:
+    """The fewest items a family that would decide some config: one that fits and whose open families all can be."""
+    open_ones = ([f for f in e["families"].values() if f.get("verdict") == "INCONCLUSIVE"] for e in _fitting(result))
+    needs = [[f.get("n_needed") for f in families] for families in open_ones if families]
+    return min((max(need) for need in needs if all(need)), default=None)
+
+
+def _fitting(result: Mapping) -> list[dict]:
+    return [e for e in judged(result) if fits(result, e) and e.get("verdict") == "INCONCLUSIVE"]
 
 
 def _within(result: Mapping) -> str:

@@ -55,6 +55,8 @@ def written(plan: Plan, run: Run, book: ScoreBook, verdicts: confirm.Verdicts) -
             "format": name,
             "axes": dict(plan.axes[name]),
             **describe.judged(arm, verdicts.judged[arm.id], plan.items),
+            # The name it was asked for by; "config" says everything.
+            "label": name,
             **_read(plan, arm),
             "likelihood": _likelihood(plan, book, arm),
         }

@@ -96,12 +96,18 @@ def test_trials_without_a_finite_score_are_counted_and_named(search):
 
 def test_an_open_verdict_says_how_many_items_would_decide(search):
     open_ = altered(search, verdict=["INCONCLUSIVE"] * 3) | {"winner": None, "verdict": "INCONCLUSIVE"}
-    word, sentence = headline(open_)
-    wanted = max(f["n_needed"] or 0 for e in open_["finalists"] for f in e["families"].values())
-    assert (word, sentence) == (
-        "INCONCLUSIVE",
-        f"No config is shown to hold within 6.00 GB (5.59 GiB). About {wanted:,} items a family would decide.",
-    )
+    open_ = copy.deepcopy(open_)
+    # What decides one config is enough: its worst open family. One that cannot be decided says nothing, nor does one
+    # over the budget.
+    for entry, needs in zip(open_["finalists"], ((90, 182, 7), (80, 60_000, 9), (None, 3, 3)), strict=True):
+        for found, need in zip(entry["families"].values(), needs, strict=True):
+            found |= {"verdict": "INCONCLUSIVE", "n_needed": need}
+    more = " About 182 items a family would decide."
+    assert headline(open_) == ("INCONCLUSIVE", f"No config is shown to hold within 6.00 GB (5.59 GiB).{more}")
+    open_["finalists"][0]["workload_bytes"] = 7 * 10**9
+    assert "About 60,000 items" in headline(open_)[1]
+    open_["finalists"][1]["families"]["code"]["n_needed"] = None
+    assert "would decide" not in headline(open_)[1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Knows no result.
 """
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 MARKERS = "osD^vP*h"
 HUES = 8  # more are not told apart; a hue comes back with another marker
 GIB = 2**30
+# Inches of a legend: what an entry takes besides its words, a character of them, a line.
+_ENTRY, _LINE = (0.55, 0.066), 0.165
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +94,22 @@ def mark(label: str, color: Any, marker: str, **more: Any) -> Line2D:
 
 
 def below(figure: Figure, handles: Sequence[Any], paint: Ink) -> None:
-    """A legend under the figure, so that it covers nothing."""
-    if handles:
-        figure.legend(
-            handles=list(handles),
-            loc="outside lower center",
-            ncols=max(2, round(figure.get_figwidth() / 2.2)),
-            fontsize=8,
-            frameon=False,
-            labelcolor=paint.text,
-        )
+    """A legend under the figure, so that it covers nothing: as many columns as its longest entry allows, and more
+    paper where it is long."""
+    if not handles:
+        return
+    widest = _ENTRY[0] + _ENTRY[1] * max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(len(handles), round(figure.get_figwidth() / 2.2), int(figure.get_figwidth() / widest)))
+    lines = math.ceil(len(handles) / columns)
+    figure.set_figheight(figure.get_figheight() + _LINE * max(0, lines - 3))
+    figure.legend(
+        handles=list(handles),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=8,
+        frameon=False,
+        labelcolor=paint.text,
+    )
 
 
 def png(figure: Figure) -> bytes:
