@@ -25,6 +25,7 @@ from kvlab.config import KVConfig
 from kvlab.decoding import Decoder
 from kvlab.evals import execution
 from kvlab.evals.item import Item
+from kvlab.evals.sampling import GREEDY, Sampling
 from kvlab.evals.subject import ItemScore
 from kvlab.generating import Forks, generated
 from kvlab.likelihood import Read, choose, log_probs, read
@@ -287,9 +288,14 @@ class LocalSubject:
     # -- generate pass -------------------------------------------------------------------------------------------------
 
     def generate(
-        self, items: Sequence[Item], configs: Sequence[KVConfig], *, runner: execution.Runner | None = None
+        self,
+        items: Sequence[Item],
+        configs: Sequence[KVConfig],
+        *,
+        runner: execution.Runner | None = None,
+        sampling: Sampling = GREEDY,
     ) -> Iterator[ItemScore]:
-        """Rows for every item and config from greedy decoding on the packed cache, item by item, configs in order.
+        """Rows for every item and config from real decoding on the packed cache, item by item, configs in order.
 
         Each answer is cut at its stop strings. Generated code runs in `runner` only; without one, items that need it
         are a ValueError before anything is computed.
@@ -300,8 +306,10 @@ class LocalSubject:
         questions = [self._tokens(item) for item in items]
         decoder = Decoder(self.model, self.tokenizer, self.batcher, stackable=self.plan.stackable)
         with attach(self.model, BASELINE, plan=self.plan, centres=self.centres(configs)) as attachment:
-            forks = Forks(questions, configs, lambda asked: self._snapshots(asked, attachment), attachment)
-            for row in generated(decoder, forks, self.shape, runner):
+            forks = Forks(
+                questions, configs, lambda asked: self._snapshots(asked, attachment), attachment, sampling.samples
+            )
+            for row in generated(decoder, forks, self.shape, runner, sampling):
                 self.counters.configs.add(row.config_id)
                 self.counters.item_scores += 1
                 yield row
