@@ -4,6 +4,7 @@ A row that has ended leaves the batch and a waiting one takes its place, so no f
 row gets does not depend on its company. Knows caches, tokens and stop strings; nothing of items and their scores.
 """
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvlab.batching import Batcher, Need
 from kvlab.cache import KVCache, cache_kwarg
 from kvlab.evals.metrics import cut
+from kvlab.evals.sampling import GREEDY, Sampling
 from kvlab.questions import left_padded
 from kvlab.stacked import StackedCache
 
@@ -23,14 +25,16 @@ _JOIN_SHARE = 4
 
 
 class Job(NamedTuple):
-    """One answer to write: the tokens that ask for it, where its text is cut, how many tokens it may take, and the
-    bytes its cache will hold in the end.
+    """One answer to write: the tokens that ask for it, where its text is cut, how many tokens it may take, the bytes
+    its cache will hold in the end, and how its tokens are chosen, by which luck.
     """
 
     prompt: tuple[int, ...]
     stop: tuple[str, ...]
     most: int
     held: int
+    sampling: Sampling = GREEDY
+    luck: str = ""
 
 
 class Written(NamedTuple):
@@ -53,6 +57,25 @@ class _Row:
     drawn: list[int] = field(default_factory=list)
     text: str = ""
     seconds: float = 0.0
+    draws: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draws = random.Random(self.job.luck)
+
+    def chosen(self, logits: Tensor, likeliest: int) -> int:
+        sampling = self.job.sampling
+        return draw(logits, sampling, self.draws.random()) if sampling.temperature else likeliest
+
+
+def draw(logits: Tensor, sampling: Sampling, luck: float) -> int:
+    """The token at `luck`, a number in [0, 1), of the distribution over logits [V], likeliest tokens first."""
+    wide = logits.detach().to("cpu", torch.float64) / sampling.temperature
+    share, order = torch.softmax(wide, dim=-1).sort(descending=True, stable=True)
+    upto = share.cumsum(0)
+    kept = int(torch.searchsorted(upto, torch.tensor(sampling.top_p * float(upto[-1]), dtype=upto.dtype))) + 1
+    upto = upto[: min(kept, len(upto))]
+    at = torch.searchsorted(upto, torch.tensor(luck * float(upto[-1]), dtype=upto.dtype), right=True)
+    return int(order[min(int(at), len(upto) - 1)])
 
 
 class Decoder:
@@ -110,7 +133,8 @@ class Decoder:
         begin = time.perf_counter()
         ids, valid = left_padded(tokens, self.model.device)
         logits = self._forward(stack, ids, valid)
-        going = [row for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True) if self._goes_on(row, token)]
+        tokens_of = zip(rows, logits, logits.argmax(-1).tolist(), strict=True)
+        going = [row for row, own, likeliest in tokens_of if self._goes_on(row, row.chosen(own, likeliest))]
         share = (time.perf_counter() - begin) / len(rows)
         for row in rows:
             row.seconds += share

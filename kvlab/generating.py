@@ -1,10 +1,11 @@
 """The generate pass: every item answered under every config by real decoding on a compressed cache, then graded.
 
-All configs of an item fork from one prefill, and all of them are written beside each other. Asks for snapshots; does
-not say how they come about.
+All configs of an item, and all its samples, fork from one prefill and are written beside each other. Asks for
+snapshots; does not say how they come about.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvlab.attach import Attachment
@@ -14,6 +15,7 @@ from kvlab.decoding import Decoder, Job, Written
 from kvlab.evals import metrics
 from kvlab.evals.execution import Runner, grade_all
 from kvlab.evals.grading import Graded
+from kvlab.evals.sampling import GREEDY, Sampling
 from kvlab.evals.subject import ItemScore
 from kvlab.layer import ModelShape
 from kvlab.questions import Question, scored
@@ -23,66 +25,83 @@ Snapshots = Callable[[Sequence[Question]], list[Snapshot]]
 
 
 class Forks:
-    """Caches of every question under every config, numbered question by question. A snapshot is let go after the last
-    config has forked from it.
+    """Caches of every question under every config, `samples` of each, numbered question by question. A snapshot is let
+    go after the last of its caches has been forked.
     """
 
     def __init__(
-        self, questions: Sequence[Question], configs: Sequence[KVConfig], snapshots: Snapshots, attachment: Attachment
+        self,
+        questions: Sequence[Question],
+        configs: Sequence[KVConfig],
+        snapshots: Snapshots,
+        attachment: Attachment,
+        samples: int = 1,
     ) -> None:
-        self.questions, self.configs = questions, configs
+        self.questions, self.configs, self.samples = questions, configs, samples
         self.snapshots, self.attachment = snapshots, attachment
         self.sizes: dict[int, int] = {}
         self.seconds: dict[int, float] = {}
         self._held: dict[int, Snapshot] = {}
 
+    @property
+    def each(self) -> int:
+        """Caches of one question."""
+        return len(self.configs) * self.samples
+
     def pair(self, number: int) -> tuple[Question, KVConfig]:
-        question, config = divmod(number, len(self.configs))
-        return self.questions[question], self.configs[config]
+        question, rest = divmod(number, self.each)
+        return self.questions[question], self.configs[rest // self.samples]
 
     def __call__(self, numbers: Sequence[int]) -> list[KVCache]:
         """Fresh caches of these numbers; contexts that were not prefilled yet are, together."""
-        wanted = {n // len(self.configs) for n in numbers}
+        wanted = {n // self.each for n in numbers}
         missing = sorted(wanted - self._held.keys())
         self._held |= dict(zip(missing, self.snapshots([self.questions[n] for n in missing]), strict=True))
         caches = [self._fork(n) for n in numbers]
         last = max(numbers)
-        self._held = {n: s for n, s in self._held.items() if (n + 1) * len(self.configs) - 1 > last}
+        self._held = {n: s for n, s in self._held.items() if (n + 1) * self.each - 1 > last}
         return caches
 
     def _fork(self, number: int) -> KVCache:
         begin = time.perf_counter()
-        cache = self._held[number // len(self.configs)].fork(self.pair(number)[1], self.attachment)
+        cache = self._held[number // self.each].fork(self.pair(number)[1], self.attachment)
         self.sizes[number], self.seconds[number] = cache.nbytes, time.perf_counter() - begin
         return cache
 
 
-def generated(decoder: Decoder, forks: Forks, shape: ModelShape, runner: Runner | None = None) -> Iterator[ItemScore]:
-    """A row for every question and config, question by question, configs in order.
+def generated(
+    decoder: Decoder, forks: Forks, shape: ModelShape, runner: Runner | None = None, sampling: Sampling = GREEDY
+) -> Iterator[ItemScore]:
+    """A row for every question and config, question by question, configs in order, over all samples.
 
     Rows come as soon as all before them are there. Programs that are ready at the same time go to `runner` together.
     """
-    jobs = [_job(question, config, shape) for question in forks.questions for config in forks.configs]
+    count = len(forks.questions) * forks.each
+    jobs = [_job(*forks.pair(n), shape, sampling, n % forks.samples) for n in range(count)]
     done: dict[int, Written] = {}
-    first, each = 0, len(forks.configs)
+    first = 0
     for number, written in decoder.write(jobs, forks):
         done[number] = written
         ready = first
-        while ready < len(jobs) and all(n in done for n in range(ready, ready + each)):
-            ready += each
+        while ready < count and all(n in done for n in range(ready, ready + forks.each)):
+            ready += forks.each
         numbers = range(first, ready)
-        pairs, texts = [forks.pair(n) for n in numbers], [done[n].text for n in numbers]
-        graded = grade_all([question.item for question, _ in pairs], texts, runner)
-        for n, (question, config), found in zip(numbers, pairs, graded, strict=True):
-            yield _row(question, config, shape, forks.sizes[n], forks.seconds[n], done.pop(n), found)
+        items = [forks.pair(n)[0].item for n in numbers]
+        graded = dict(zip(numbers, grade_all(items, [done[n].text for n in numbers], runner), strict=True))
+        for start in numbers[:: forks.samples]:
+            same = range(start, start + forks.samples)
+            seconds = sum(forks.seconds[n] + done[n].seconds for n in same)
+            answers = [(done.pop(n), graded[n]) for n in same]
+            yield _row(*forks.pair(start), shape, forks.sizes[start], seconds, answers)
         first = ready
 
 
-def _job(question: Question, config: KVConfig, shape: ModelShape) -> Job:
+def _job(question: Question, config: KVConfig, shape: ModelShape, sampling: Sampling, sample: int) -> Job:
     item = question.item
     after = len(question.question) + item.max_new_tokens
     held = config.predicted_bytes(shape, len(question.context), after)
-    return Job(question.question, item.stop, item.max_new_tokens, held)
+    luck = sampling.luck(item.id, sample)
+    return Job(question.question, item.stop, item.max_new_tokens, held, sampling, luck)
 
 
 def _row(
@@ -90,11 +109,13 @@ def _row(
     config: KVConfig,
     shape: ModelShape,
     size: int,
-    forked: float,
-    written: Written,
-    found: Graded,
+    seconds: float,
+    answers: Sequence[tuple[Written, Graded]],
 ) -> ItemScore:
-    right = float(any(metrics.exact(written.text, a) for a in question.item.answers))
+    """One row over the samples of a question: means of scores, the first text, the commonest outcome."""
+    written, graded = zip(*answers, strict=True)
+    right = _mean([float(any(metrics.exact(w.text, a) for a in question.item.answers)) for w in written])
+    marked = [g.benchmark for g in graded if g.benchmark is not None]
     return scored(
         question,
         config,
@@ -102,17 +123,23 @@ def _row(
         measured_bytes=size,
         mode="true",
         form="generate",
-        score=found.score,
+        score=_mean([g.score for g in graded]),
         exact=right,
         token_accuracy=right,
         nll=float("nan"),
         kl=None,
         top1=None,
-        prediction=written.text,
-        answer_tokens=written.tokens,
-        seconds=forked + written.seconds,
-        extracted=found.extracted,
-        benchmark=found.benchmark,
-        outcome=found.outcome,
-        implementation=written.cache.implementation,
+        prediction=written[0].text,
+        answer_tokens=round(_mean([w.tokens for w in written])),
+        seconds=seconds,
+        extracted=all(g.extracted for g in graded),
+        benchmark=_mean(marked) if marked else None,
+        outcome=Counter(g.outcome for g in graded).most_common(1)[0][0],
+        implementation=written[0].cache.implementation,
+        samples=len(answers) if len(answers) > 1 else None,
+        right=sum(g.score == 1.0 for g in graded) if len(answers) > 1 else None,
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -28,7 +28,8 @@ class ItemScore:
     what computed attention over the cache: torch, numba or triton.
 
     Of generated answers: `extracted` says whether an answer could be read out of the text at all, `benchmark` is the
-    score by the benchmark's own rule where that differs, `outcome` what a run of generated code ended in.
+    score by the benchmark's own rule where that differs, `outcome` what a run of generated code ended in. Where several
+    were drawn, `samples` of which `right` are right, `score` is the mean of theirs.
     """
 
     config_id: str
@@ -56,6 +57,8 @@ class ItemScore:
     extracted: bool | None = None
     benchmark: float | None = None
     outcome: str | None = None
+    samples: int | None = None
+    right: int | None = None
 
     def __post_init__(self) -> None:
         for kind, value, known in (

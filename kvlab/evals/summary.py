@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvlab.evals.execution import pass_at_k
 from kvlab.evals.subject import ItemScore
 
 
@@ -37,10 +38,19 @@ def _generated(rows: Sequence[ItemScore]) -> dict[str, Any]:
     marked = [row.benchmark for row in rows if row.benchmark is not None]
     if marked:
         out["benchmark_score"] = _mean(marked)
+    sampled = [(row.samples, row.right) for row in rows if row.samples is not None and row.right is not None]
+    if len(sampled) == len(rows):
+        least = int(min(n for n, _ in sampled))
+        out["pass_at_k"] = {f"{k}": _mean([pass_at_k(int(n), int(c), k) for n, c in sampled]) for k in _ks(least)}
     outcomes = Counter(row.outcome for row in rows if row.outcome is not None)
     if outcomes:
         out["outcomes"] = dict(sorted(outcomes.items()))
     return out
+
+
+def _ks(least: int) -> list[int]:
+    """1, the powers of ten below, and all: those k that so many samples can tell."""
+    return sorted({1, least, *(k for k in (10, 100) if k < least)})
 
 
 def _forced(rows: Sequence[ItemScore]) -> dict[str, Any]:
