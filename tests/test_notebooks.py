@@ -11,6 +11,7 @@ import nbclient
 import nbformat
 import papermill
 import pytest
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from tiny_folder import save_tiny
 
@@ -168,7 +169,7 @@ def test_runs_are_the_same_from_any_folder(model, tmp_path, monkeypatch):
     hashes = []
     for place in (path.parent, tmp_path):
         out = tmp_path / f"runs-{len(hashes)}"
-        notebook = parameterize_notebook(read(path), parameters_of(path.stem, model, out), report_mode=False)
+        notebook = parameterize_notebook(load_notebook_node(str(path)), parameters_of(path.stem, model, out))
         monkeypatch.chdir(tmp_path)
         client = nbclient.NotebookClient(notebook, timeout=MINUTES, resources={"metadata": {"path": str(place)}})
         check(client.execute(), path.stem)

@@ -40,7 +40,8 @@ def write(root, arms, *, seed=0, weights="w", finished=True):
                 }
             )
         run.append(rows)
-    run.append([rows[0] | {"role": "search", "score": 0.0}])
+    # scored while searching, not judged
+    run.append([rows[0] | {"role": "search", "config_id": "id-int8", "label": "int8", "score": 0.0, "kl": 0.1}])
     if finished:
         run.write_json("result.json", {"controls": {"positive": {"config_id": "id-bad"}}})
     return run

@@ -47,7 +47,7 @@ def test_attention_on_chunks_is_that_of_the_model(subject, item, read):
     assert len(part) == part["chunk"].nunique()  # one KV head
     for chunk in (0, 3):
         own = probs[4 + 16 * chunk : 4 + 16 * (chunk + 1)].sum()
-        assert part.loc[part["chunk"] == chunk, "attention"].iloc[0] == pytest.approx(float(own), rel=1e-3)
+        assert part.loc[part["chunk"] == chunk, "attention"].iloc[0] == pytest.approx(float(own), rel=1e-5)
 
 
 def test_the_first_and_the_last_chunk_are_read(read):
