@@ -9,7 +9,6 @@ from kvlab.report import document as doc
 from kvlab.report.repeat import flip_floor
 from kvlab.runs import Run
 
-
 _UNITS = {
     False: "points against the baseline on the same items [90 % interval]; of the baseline, per cent right [95 %]",
     True: "per cent right [95 % interval]",

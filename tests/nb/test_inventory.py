@@ -56,6 +56,13 @@ def check(cache):
     assert sum(sum(layer["bytes"].values()) for layer in d["per_layer"]) == cache.nbytes
     assert all(count > 0 for count in d["streams"].values())
     assert d["nbytes"] + d["preallocated_bytes"] == distinct(cache)
+    for layer, bins in zip(d["kept"]["layers"], d["kept"]["bins"], strict=True):
+        row = cache.layers[layer].rows[0]
+        # tokens of each place, of how many heads still have them
+        wide = [sum(p * len(bins) // row.seen == i for p in range(row.seen)) for i in range(len(bins))]
+        heads = len(row.table.pages)
+        found = sum(share * tokens for share, tokens in zip(bins, wide, strict=True)) * heads
+        assert found == pytest.approx(sum(o.kept for o in row.occupancy), abs=0.05)
     assert Page(cache._repr_mimebundle_()["text/html"]).faults == []
     return d
 
@@ -149,7 +156,7 @@ def test_budgets_are_the_callers():
 def test_a_dense_cache_says_so():
     config = KVConfig(key=Affine(bits=8), value=Affine(bits=8), recent_tokens=16)
     plan = make_plan(MODEL)._replace(mode="dense")
-    with attach(MODEL, config, plan) as kv, torch.no_grad():
+    with attach(MODEL, config, plan=plan) as kv, torch.no_grad():
         cache = kv.cache()
         MODEL(token_ids(1, 90), **{cache_kwarg(): cache})
     assert check(cache)["form"] == "dense"
