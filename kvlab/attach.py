@@ -52,9 +52,16 @@ class Attachment:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: KVConfig, mode: Mode, centres: Mapping[str, Centres] | None = None
+        self,
+        model: PreTrainedModel,
+        config: KVConfig,
+        mode: Mode,
+        centres: Mapping[str, Centres] | None = None,
+        rotaries: Rotaries | None = None,
     ) -> None:
         self.model, self.config = model, config
+        if rotaries is not None:
+            self.rotaries = rotaries
         self._centres = dict(centres or {})
         self.mode: Mode = mode
         self.name = f"{NAME}-{id(self):x}"
@@ -163,12 +170,14 @@ def attach(
     *,
     plan: Plan | None = None,
     centres: Mapping[str, Centres] | None = None,
+    rotaries: Rotaries | None = None,
 ) -> Attachment:
     """Run `model` under `config` (raw by default). Use as `with attach(model, config) as kv: ... kv.cache()`.
 
     Raises UnsupportedModelError when the model's cache cannot be compressed, ValueError when the config does not fit
     its heads or its keys cannot be centred; all before any text is processed. `plan` skips the dry run. `centres` are
-    those measured on a text, by centring, as `calibration.calibrated` makes them.
+    those measured on a text, by centring, as `calibration.calibrated` makes them. `rotaries` are this model's, as
+    `find_rotaries` finds them, where an earlier attachment has looked already.
     """
     config = config or KVConfig()
     plan = plan or make_plan(model)
@@ -179,7 +188,7 @@ def attach(
     if plan.mode == "dense" and not isinstance(config.reader, Dense):
         raise UnsupportedModelError(f"{type(model).__name__}: no sparse reading in dense mode ({plan.reason})")
     config.check(shape_of(model))
-    attachment = Attachment(model, config, "dense" if plan.mode == "dense" else "packed", centres)
+    attachment = Attachment(model, config, "dense" if plan.mode == "dense" else "packed", centres, rotaries)
     try:
         attachment.centres(config.centring)
         attachment.turns(config)

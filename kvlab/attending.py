@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlab.kernels import threads
 from kvlab.kernels.dispatch import Impl
 from kvlab.launching import Launch, attend_together, launch_groups
-from kvlab.once import on_host
+from kvlab.once import on_host, once
 from kvlab.row import Row
 
 
@@ -57,7 +57,9 @@ def attend_rows(
         return _alone(rows[0], call, 0, slice(None), read_only, impl).unsqueeze(0)
     # All layers of a forward get the same masks and positions, and each row's length tells forwards apart.
     valid, positions = (None if x is None else on_host(x, rows[0].seen) for x in (call.valid, call.positions))
-    real = [_real(valid, b) for b in range(len(rows))]
+    real: list[slice | Tensor] = [slice(None)] * len(rows)
+    if valid is not None:
+        real = once(valid, rows[0].seen, lambda known: [_real(known, b) for b in range(len(rows))])
     for b, row in enumerate(rows):
         if row.centre is not None or row.rotary is not None:
             _check_positions(row, positions, b, real[b], q.shape[2])
@@ -75,9 +77,9 @@ def attend_rows(
     return out[0].unsqueeze(0) if len(out) == 1 else torch.stack(out)  # type: ignore[union-attr, arg-type]
 
 
-def _real(valid: Tensor | None, b: int) -> slice | Tensor:
+def _real(valid: Tensor, b: int) -> slice | Tensor:
     """Where row b has real tokens."""
-    return slice(None) if valid is None or bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
+    return slice(None) if bool(valid[b].all()) else valid[b].nonzero().squeeze(1)
 
 
 def _alone(

@@ -4,6 +4,7 @@ Choosing is pure: scores in, who stays out. `flush` alone touches a table. It kn
 candidates.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from kvlab.kernels.encode import append, compiles
 from kvlab.kernels.formats import Format
 from kvlab.kernels.rowwise import runs_compiled
 from kvlab.layer import LayerConfig
-from kvlab.policies import Candidates
+from kvlab.policies import Candidates, Scorer
 from kvlab.policies.base import Expected, taken
 from kvlab.reading import pages
 from kvlab.selecting import summarise
@@ -33,6 +34,12 @@ class Leaving(NamedTuple):
     mass: Float[Tensor, "N T"] | None
 
 
+Known = dict[tuple[Scorer, int, int], Tensor]
+"""Scores of the first tokens to leave a prompt's window, by scorer, first position and count. No budget and no codec
+changes them, so the caches made of one prompt may share them.
+"""
+
+
 def flush(
     config: LayerConfig,
     table: PageTable,
@@ -42,13 +49,14 @@ def flush(
     raw: torch.dtype,
     centre: Centre | None = None,
     group: int | None = None,
-    expected: Expected | None = None,
+    expected: Callable[[], Expected | None] = lambda: None,
+    known: Known | None = None,
 ) -> None:
     """Evict among stored and leaving tokens, then encode those that stay.
 
     `protected` counts the sinks and recent tokens beside them, `seen` every token of the sequence so far. `group` heads
-    in a row share a budget, where budgets are shared at all: by default all heads of the table. `expected` are the
-    queries to come, for a scorer that asks for them.
+    in a row share a budget, where budgets are shared at all: by default all heads of the table. `expected` gives the
+    queries to come, for a scorer that asks for them. `known` are scores of this prompt that were taken before.
     """
     group = (group or len(table.counts)) if config.ragged else 1
     stored, new = sum(table.counts[:group]), leaving.keys.shape[1]
@@ -56,7 +64,7 @@ def flush(
     stands = min(table.counts)  # up to this slot, tokens stay where they are
     lengths = None
     if kept < stored + group * new:
-        old, fresh = _scored(config, table, leaving, centre, expected)
+        old, fresh = _scored(config, table, leaving, centre, expected, known)
         count = kept if old is not None else kept - stored
         secures = config.secures(stored, protected)
         choose = choose_pages if config.block_tokens > 1 else choose_tokens
@@ -113,20 +121,30 @@ def _writer(pool: PagePool, fmt: Format, dtype: torch.dtype) -> Impl:
 
 
 def _scored(
-    config: LayerConfig, table: PageTable, leaving: Leaving, centre: Centre | None, expected: Expected | None
+    config: LayerConfig,
+    table: PageTable,
+    leaving: Leaving,
+    centre: Centre | None,
+    expected: Callable[[], Expected | None],
+    known: Known | None,
 ) -> tuple[Float[Tensor, "N S"] | None, Float[Tensor, "N T"]]:
     """Scores of stored tokens, if those may go too, and of leaving ones; -inf in slots that hold none."""
-    scorer = config.scorer
+    scorer, stored, revisits = config.scorer, table.length, config.budget.revisits
+    name = scorer, int(leaving.positions[0, 0]), leaving.keys.shape[1]
+    if known is not None and not stored and name in known:
+        return None, known[name]
     new = Candidates(
         leaving.positions,
         leaving.mass,
         leaving.keys if scorer.reads_keys else None,
         leaving.values if scorer.reads_values else None,
-        expected=expected,
+        expected=expected(),
     )
-    stored, revisits = table.length, config.budget.revisits
     if not stored or not (revisits or scorer.relative):
-        return None, scorer.score(new)
+        scores = scorer.score(new)
+        if known is not None and not stored:
+            known[name] = scores
+        return None, scores
     held = _held(config, table, leaving, centre)
     scores = scorer.score(held.then(new))
     if held.counts is None or held.real is None:

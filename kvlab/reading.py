@@ -62,22 +62,22 @@ class Reading:
             if self.key_term is not None:
                 stored = stored + self.key_term.logits(folded, self.slots)
             logits = torch.cat([stored, logits], dim=-1)
-        forbidden = self._forbidden(q.shape[1], start, logits.shape[-1], q.device)
-        return kernel.probabilities(logits, forbidden, softcap, sink_logits, q.shape[1])
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        self._forbid(logits.unflatten(1, (-1, q.shape[1])), start)
+        # Every query reads itself at least, so that no row is empty.
+        return kernel.probabilities(logits, None, None, sink_logits, q.shape[1])
 
-    def _forbidden(self, n_queries: int, start: int, columns: int, device: torch.device) -> Tensor | None:
-        """Later new tokens, and slots past a shorter head's count. None when everything may be read."""
-        forbidden = None
+    def _forbid(self, logits: Float[Tensor, "N G Q T"], start: int) -> None:
+        """Strike out later new tokens, and slots past a shorter head's count."""
+        n_queries = logits.shape[2]
         if start + 1 < self.n_new:
-            forbidden = torch.zeros(n_queries, columns, dtype=torch.bool, device=device)
-            rank = torch.arange(self.n_new, device=device)
-            forbidden[:, columns - self.n_new :] = rank > rank[start : start + n_queries].unsqueeze(1)
-        hidden = self._hidden(slice(start, start + n_queries), device)
+            rank = torch.arange(self.n_new, device=logits.device)
+            later = rank > rank[start : start + n_queries].unsqueeze(1)
+            logits[..., logits.shape[3] - self.n_new :].masked_fill_(later, -torch.inf)
+        hidden = self._hidden(slice(start, start + n_queries), logits.device)
         if hidden is not None:
-            past = torch.zeros(hidden.shape[0], n_queries, columns, dtype=torch.bool, device=device)
-            past[..., : self.length] = hidden
-            forbidden = past if forbidden is None else past | forbidden
-        return forbidden
+            logits[..., : self.length].masked_fill_(hidden.unsqueeze(1), -torch.inf)
 
     def _hidden(self, queries: slice, device: torch.device) -> Bool[Tensor, "N Q T"] | None:
         """Gathered slots that hold no token or are not chosen by a query; None when all may be read."""

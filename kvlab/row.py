@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab.centre import Centre, KeyTerm, Places, joined, positions_of
 from kvlab.codecs.base import Packed, to_raw
-from kvlab.evicting import Leaving, flush
+from kvlab.evicting import Known, Leaving, flush
 from kvlab.kernels import attend as kernel
 from kvlab.kernels.dispatch import Impl
 from kvlab.kernels.pages_step import fold_mass
@@ -47,6 +47,7 @@ class Row:
         self.rotary = rotary if config.tracks_queries else None
         self._queries: Tensor | None = None  # sums of all queries so far, where they are tracked
         self.group: int | None = None  # how many heads share a budget, if any do: all, but in a joined row
+        self.known: Known | None = None  # scores that other caches of the same prompt have taken of it
         self.raw = raw
         self.table = PageTable(pool, kv_heads)
         self.seen = 0
@@ -369,7 +370,7 @@ class Row:
         first = self.seen - self.n_window - new
         positions = torch.arange(first, first + new, device=k.device).expand(k.shape[0], -1)
         leaving, protected = Leaving(k, v, positions, mass), self.n_sinks + self.n_window
-        more = self.centre, self.group, self.expected()
+        more = self.centre, self.group, self.expected, self.known
         flush(self.config, self.table, leaving, protected, self.seen, self.raw, *more)
 
     def _cut_window(self, count: int) -> None:
@@ -405,12 +406,17 @@ def settle(rows: Sequence[Row]) -> None:
     positions = torch.arange(start, start + flushed, device=k.device).expand(k.shape[0], -1)
     leaving, protected = Leaving(k, v, positions, mass), first.n_sinks + first.n_window
     table = PageTable.joined([row.table for row in rows])
-    known = [x for row in rows if (x := row.expected()) is not None]
-    expected = Expected(*(torch.cat(parts) for parts in zip(*known, strict=True))) if known else None
     centre = joined([row.centre for row in rows])
-    flush(first.config, table, leaving, protected, first.seen, first.raw, centre, None, expected)
+    more = centre, None, lambda: _all_expected(rows), first.known if len(rows) == 1 else None
+    flush(first.config, table, leaving, protected, first.seen, first.raw, *more)
     for row, part in zip(rows, table.dealt([len(row.table.pages) for row in rows]), strict=True):
         row.table = part
+
+
+def _all_expected(rows: Sequence[Row]) -> Expected | None:
+    """The queries to come of every row's heads, side by side."""
+    known = [x for row in rows if (x := row.expected()) is not None]
+    return Expected(*(torch.cat(parts) for parts in zip(*known, strict=True))) if known else None
 
 
 def _placed(buffer: Tensor, new: Tensor, at: int, room: int) -> Tensor:

@@ -171,6 +171,9 @@ class PageTable:
         order = torch.arange(rows.shape[1], device=self.device)
         if len(set(start)) == 1 and len(set(lengths)) == 1:
             begin, count = start[0] * per_page // page, -(-lengths[0] * per_page // page)
+            if not start[0] and (run := self._run()) is not None:
+                stream[run].view(index.shape[0], -1, stream.shape[2])[:, begin : begin + count] = rows[:, :count]
+                return
             rows = rows[:, :count].to(stream.dtype)
             # Whole pages by page: a fraction of the copies, and these are what eviction moves.
             whole = 0 if begin % per_page else count // per_page

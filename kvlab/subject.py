@@ -5,6 +5,7 @@ that snapshot, and all configs of an item are scored in one forward.
 """
 
 import copy
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from kvlab.attach import Attachment, Plan, attach, cache_kwarg, make_plan, shape
 from kvlab.batching import Batcher, Need
 from kvlab.cache import KVCache
 from kvlab.calibration import calibrated
-from kvlab.centring import Centres
+from kvlab.centring import Centres, Rotaries, find_rotaries
 from kvlab.config import KVConfig
 from kvlab.decoding import Decoder
 from kvlab.evals import execution
@@ -115,7 +116,7 @@ class LocalSubject:
         centres = self.centres(configs)
         questions = [self._tokens(item) for item in items]
         groups, at_once = self._portions(questions, configs)
-        with attach(self.model, BASELINE, plan=self.plan, centres=centres) as attachment:
+        with attach(self.model, BASELINE, plan=self.plan, centres=centres, rotaries=self.rotaries) as attachment:
             for start in range(0, len(questions), at_once):
                 for group in groups:
                     yield from self._score_batch(questions[start : start + at_once], group, attachment, persist)
@@ -132,6 +133,11 @@ class LocalSubject:
         item = Need(0, 0, sum(need.held for need in held.values()))
         most = self.batcher.most // (len(configs) + 1)  # rows of an item, that of the full cache among them
         return groups, self.batcher.count([item] * most) if most else 1
+
+    @functools.cached_property
+    def rotaries(self) -> Rotaries | None:
+        """How each layer turns its keys, looked for once and not for every call; None where no scorer asks."""
+        return find_rotaries(self.model) if any(s.reads_queries for s in self.scorers) else None
 
     def centres(self, configs: Sequence[KVConfig]) -> dict[str, Centres]:
         """What these configs take out of keys, by centring; measured or read from disk when first asked for.

@@ -66,7 +66,11 @@ class Candidates(NamedTuple):
 
 def taken(x: Shaped[Tensor, "N T ..."], index: Int[Tensor, "N K"]) -> Shaped[Tensor, "N K ..."]:
     """Tokens `index` of each head."""
-    return x.gather(1, index if x.ndim == 2 else index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    if x.ndim == 2 or not x.is_contiguous():
+        return x.gather(1, index if x.ndim == 2 else index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    # Row by row: gather looks up every number.
+    first = torch.arange(x.shape[0], device=x.device).unsqueeze(1) * x.shape[1]
+    return x.flatten(0, 1).index_select(0, (index + first).flatten()).unflatten(0, index.shape)
 
 
 class Scorer(ABC):
@@ -168,7 +172,8 @@ class Evicting(Budget):
 
     def share(self, rank: int, layers: int) -> Ratio:
         """What layer `rank` of `layers` gets of the even budget."""
-        return Ratio(1) if layers < 2 else 1 + exact(self.slope) * (1 - Ratio(2 * rank, layers - 1))
+        even = layers < 2 or not self.slope
+        return Ratio(1) if even else 1 + exact(self.slope) * (1 - Ratio(2 * rank, layers - 1))
 
     def _scoped(self, label: str) -> str:
         """`label`, and what differs from an even budget for each head."""

@@ -69,8 +69,9 @@ def query_sums(
     """Sum of scaled queries before RoPE, and below it the sum of their outer products, each a mean over a KV head's
     query heads. `first` is the position of the first query.
     """
-    positions = torch.arange(first, first + q.shape[1], device=q.device)
-    plain = rotary.rotate_back(q.to(torch.promote_types(q.dtype, torch.float32)) * scale, positions)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    trig = rotary.opposite(rotary.table(first + q.shape[1], wide)[first:])
+    plain = rotary.turn(q.to(wide) * scale, trig)
     grouped = plain.unflatten(0, (kv_heads, -1))
     share = 1 / grouped.shape[1]
     folded = grouped.flatten(1, 2)
