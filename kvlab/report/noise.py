@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 from kvlab.report import document as doc
 
+_NOISE = ": within noise, the intervals overlap."
+_MOST = 3
+
 
 def bumps(result: Mapping) -> list[str]:
     """One sentence for each judged config that scores below a smaller one in some family.
@@ -27,13 +30,26 @@ def bumps(result: Mapping) -> list[str]:
     return lines
 
 
+def told(result: Mapping) -> list[str]:
+    """The same for a reader: what is more than noise one by one, the rest counted where it is much."""
+    lines = bumps(result)
+    noise = [line for line in lines if line.endswith(_NOISE)]
+    if len(noise) <= _MOST:
+        return lines
+    rest = [line for line in lines if line not in noise]
+    return [
+        *rest,
+        f"{len(noise)} times a config scores below a smaller one: all within noise, their intervals overlap.",
+    ]
+
+
 def _sentence(family: str, entry: Mapping, pair: Mapping, best: Mapping, its: Mapping) -> str:
     gap = f"{100 * (its['diff'] - pair['diff']):.1f} points"
     what = f"{family}: {entry['label']} scores {gap} below the smaller {best['label']}"
     if not (_known(pair) and _known(its)):
         return f"{what}; one item gives no interval to tell noise by."
     if pair["high"] >= its["low"]:
-        return f"{what}: within noise, the intervals overlap."
+        return f"{what}{_NOISE}"
     return f"{what}: more than noise, the intervals do not overlap."
 
 

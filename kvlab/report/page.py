@@ -14,7 +14,7 @@ import pandas as pd
 from kvlab.report import document as doc
 from kvlab.report.figures.drawing import Drawing
 from kvlab.report.frames import TITLES, readable, tables, wordy
-from kvlab.report.noise import bumps
+from kvlab.report.noise import told
 
 # In reading order; the figure "pareto" has the searched configs below it, "families" the paired differences.
 TABLES = ("scored", "families", "finalists", "front", "controls", "additivity")
@@ -96,7 +96,7 @@ def alert(text: str) -> str:
 
 def notes(result: Mapping) -> list[str]:
     """What a reader must know: warnings, scores that fall where bytes grow, the rule of the margin."""
-    lines = [*doc.warnings(result), *bumps(result)]
+    lines = [*doc.warnings(result), *told(result)]
     rule = (result.get("margin") or {}).get("rule") if isinstance(result.get("margin"), Mapping) else None
     return [*lines, f"Margin: {rule}"] if rule else lines
 

@@ -144,6 +144,8 @@ def _controls(result: Mapping, rows: Rows) -> Iterator[Figure]:
         yield Figure("controls, baseline against itself, n", again["n"], len(both))
         flips = sum(first[item]["score"] != second[item]["score"] for item in both)
         yield Figure("controls, baseline against itself, flips", again["flips"], flips)
+        if "share" in again:
+            yield Figure("controls, baseline against itself, share", again["share"], flips / max(1, len(both)))
         if again.get("dnll") is not None:
             apart = max(abs(first[i]["nll"] - second[i]["nll"]) for i in both if first[i]["nll"] is not None)
             yield Figure("controls, baseline against itself, nats", again["dnll"], apart)

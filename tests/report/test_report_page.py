@@ -8,7 +8,7 @@ import pytest
 from kvlab.report import html
 from kvlab.report.figures import flips_matrix, of_run
 from kvlab.report.markdown import markdown
-from kvlab.report.noise import bumps
+from kvlab.report.noise import bumps, told
 
 EVIL = '<script>alert("x")</script>&'
 
@@ -144,3 +144,22 @@ def test_what_falls_where_bytes_grow_is_said(search):
     odd["finalists"][0]["families"]["code"]["n"] = 1
     assert "one item gives no interval" in bumps(odd)[-1]
     assert bumps(odd)[-1] in html(odd, {}, {})
+
+
+def test_many_falls_within_noise_are_counted(search):
+    many = copy.deepcopy(search)
+    one = many["finalists"][0]
+    pairs = {f: p | {"low": -0.9, "high": 0.9} for f, p in one["families"].items()}
+    many["finalists"] = [
+        one
+        | {
+            "label": str(n),
+            "workload_bytes": 10**9 + n,
+            "families": {f: p | {"diff": -n / 100} for f, p in pairs.items()},
+        }
+        for n in range(5)
+    ]
+    assert len(bumps(many)) == 12
+    assert told(many) == ["12 times a config scores below a smaller one: all within noise, their intervals overlap."]
+    many["finalists"][4]["families"]["code"] |= {"low": -0.99, "high": -0.95}
+    assert [line[:7] for line in told(many)] == ["code: 4", "11 time"]

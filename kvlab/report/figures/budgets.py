@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from kvlab.report import document as doc
 from kvlab.report.figures.drawing import Drawing
 from kvlab.report.figures.ink import Ink, below, dress, log2_axis, mark, sheet, style
-from kvlab.report.noise import bumps
+from kvlab.report.noise import told
 from kvlab.stats import wilson
 
 GB = 1e9
@@ -29,7 +29,7 @@ def budget_curve(result: Mapping) -> Drawing:
     table = curve_table(result)
     if table.empty:
         raise ValueError("nothing to draw: no config of a known size was judged")
-    flagged = bumps(result)
+    flagged = told(result)
     # The table is sorted by size.
     least = next((row for row in table.to_dict("records") if row["holds"]), None)
     said = f"The least that holds is {least['config']} at {doc.size(least['workload_bytes'])}." if least else ""
