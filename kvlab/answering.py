@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from kvlab.config import KVConfig
 from kvlab.evals.execution import Runner, gradable
 from kvlab.evals.item import Item
+from kvlab.evals.sampling import GREEDY, Sampling
 from kvlab.evals.subject import ItemScore
-from kvlab.evals.summary import by_task, extraction_note
+from kvlab.evals.summary import by_task, extraction_note, pass_note
 from kvlab.sandbox.running import Sandbox
 from kvlab.subject import Counters, LocalSubject
 
@@ -25,8 +26,8 @@ class Answering:
     runs that was not allowed to.
     """
 
-    def __init__(self, subject: LocalSubject, runner: Runner | None = None) -> None:
-        self.subject, self.runner = subject, runner
+    def __init__(self, subject: LocalSubject, runner: Runner | None = None, sampling: Sampling = GREEDY) -> None:
+        self.subject, self.runner, self.sampling = subject, runner, sampling
 
     @property
     def counters(self) -> Counters:
@@ -45,12 +46,12 @@ class Answering:
         if forced:
             yield from self.subject.score(forced, configs, persist=persist)
         if decoded:
-            yield from self.subject.generate(decoded, configs, runner=self.runner)
+            yield from self.subject.generate(decoded, configs, runner=self.runner, sampling=self.sampling)
 
 
 @contextlib.contextmanager
 def scoring(
-    subject: LocalSubject, *, generate: bool, allow_code_exec: bool = False
+    subject: LocalSubject, *, generate: bool, allow_code_exec: bool = False, sampling: Sampling = GREEDY
 ) -> Iterator["LocalSubject | Answering"]:
     """What gives rows: the teacher-forced pass, or decoded answers, their code in a sandbox where that is allowed.
 
@@ -59,15 +60,17 @@ def scoring(
     if not generate:
         yield subject
     elif not allow_code_exec:
-        yield Answering(subject)
+        yield Answering(subject, sampling=sampling)
     else:
         with Sandbox() as sandbox:
-            yield Answering(subject, sandbox.run)
+            yield Answering(subject, sandbox.run, sampling)
 
 
 def notes(items: Sequence[Item], arms: Sequence[tuple[str, Sequence[ItemScore]]], allow_code_exec: bool) -> list[str]:
     """What a reader must know of how answers were scored; `arms` are label and rows, the uncompressed cache first."""
-    failed = extraction_note((label, by_task(rows)) for label, rows in arms)
+    tasks = [(label, by_task(rows)) for label, rows in arms]
+    failed, passed = extraction_note(tasks), pass_note(tasks)
     code = sorted({item.task for item in items if item.metric == "execute"})
     forced = f"{', '.join(code)}: nothing was run; scored by the likelihood of the canonical solutions, token by token"
-    return [*([] if failed is None else [failed]), *([forced] if code and not allow_code_exec else [])]
+    said = [note for note in (failed, passed) if note is not None]
+    return [*said, *([forced] if code and not allow_code_exec else [])]

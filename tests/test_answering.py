@@ -14,6 +14,7 @@ from kvlab.codecs import Affine
 from kvlab.config import KVConfig
 from kvlab.confirm import Margin, judge_arms
 from kvlab.evals.item import CodeCheck, EvalSet, Item
+from kvlab.evals.sampling import Sampling
 from kvlab.policies import Recency, Tokens
 from kvlab.progress import Progress
 from kvlab.runs import Run
@@ -146,6 +147,26 @@ def test_readers_are_told_of_failed_extractions_and_of_code_that_did_not_run(sub
     ]
     forced = list(subject.score(items[:1], [BASELINE]))
     assert notes(items[:1], [("uncompressed", forced)], False) == []
+
+
+def test_several_samples_are_judged_saved_and_told(subject, tmp_path) -> None:
+    items = EvalSet("t", 1, tuple(_item(n) for n in range(3)))
+    run = Run.create(tmp_path, "t", {"schema": "t"})
+    drawn = Answering(subject, sampling=Sampling(temperature=1.5, samples=4, seed=3))
+    book = ScoreBook(run, drawn, StopFlag(), Progress(1, quiet=True))
+    verdicts = judge_arms(book, items, [INT4], INT4, Margin.planned(3))
+    assert verdicts.aa["flips"] == 0  # the same luck the second time
+    assert {(row.samples, row.right) for row in book.rows.values()} == {(4, 0)}
+    assert len({row.prediction for row in book.rows.values()}) > 1
+    again = ScoreBook(Run.open(run.path), drawn, StopFlag(), Progress(1, quiet=True))
+    assert {(row.samples, row.right) for row in again.rows.values()} == {(4, 0)}
+    rows = [
+        dataclasses.replace(row, right=n) for n, row in enumerate(book.get("confirm", BASELINE, i) for i in items.items)
+    ]
+    # By hand: of 4 samples 0, 1 and 2 are right; all four hold a right one in two cases.
+    assert notes(items.items, [("uncompressed", rows)], False)[1:] == [
+        "pass@k over all items: uncompressed @1 0.250, @4 0.667"
+    ]
 
 
 def test_decoded_answers_are_judged_saved_and_read_back(subject, tmp_path) -> None:

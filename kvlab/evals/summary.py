@@ -73,3 +73,15 @@ def extraction_note(arms: Iterable[tuple[str, dict[str, dict[str, Any]]]]) -> st
             failed, n = sum(entry["extraction_failures"] for entry in found), sum(entry["n"] for entry in found)
             parts.append(f"{label} {failed} of {n}")
     return f"no answer could be read in: {'; '.join(parts)}" if parts else None
+
+
+def pass_note(arms: Iterable[tuple[str, dict[str, dict[str, Any]]]]) -> str | None:
+    """One sentence on pass@k of every arm, the mean over its tasks' items; None if no item was answered repeatedly."""
+    parts = []
+    for label, tasks in arms:
+        found = [entry for entry in tasks.values() if "pass_at_k" in entry]
+        shared = [k for k in found[0]["pass_at_k"] if all(k in e["pass_at_k"] for e in found)] if found else []
+        n = sum(entry["n"] for entry in found)
+        shown = [f"@{k} {sum(e['pass_at_k'][k] * e['n'] for e in found) / n:.3f}" for k in shared]
+        parts += [f"{label} {', '.join(shown)}"] if shown else []
+    return f"pass@k over all items: {'; '.join(parts)}" if parts else None

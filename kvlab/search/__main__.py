@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     size.add_argument(
         "--allow-code-exec", action="store_true", default=None, help="with --generate: run generated code, sandboxed"
     )
+    size.add_argument("--samples", type=int, help="with --generate: answers drawn of each item (default 1), for pass@k")
+    size.add_argument("--temperature", type=float, help="with --generate: 0 (default) takes the likeliest token")
     size.add_argument("--seed", type=int, help=f"seed of items and sampler (default {DEFAULTS['seed']})")
     out = p.add_argument_group("output")
     out.add_argument("--out", type=Path, default=Path("runs"), help="folder for run folders (default runs)")
@@ -105,6 +107,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "seed",
         "generate",
         "allow_code_exec",
+        "samples",
+        "temperature",
         "mode",
         "layers",
     )

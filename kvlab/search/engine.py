@@ -282,7 +282,8 @@ def execute(
     sizes = Sizes(**run.config["sizes"])
     torch.set_num_threads(run.config["threads"])
     request = session.request
-    answers = scoring(session.subject, generate=request.generate, allow_code_exec=request.allow_code_exec)
+    how = {"generate": request.generate, "allow_code_exec": request.allow_code_exec, "sampling": request.sampling}
+    answers = scoring(session.subject, **how)
     with run.lock(), StopFlag() as stop, answers as scores:
         begun = time.monotonic()
         earlier = float(run.status.get("wall_s", 0.0))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.evals.item import FAMILIES, unknown
+from kvlab.evals.sampling import Sampling
 from kvlab.search.sizes import parse_budget
 
 MODES = ("best", "map", "smallest")
@@ -37,6 +38,8 @@ class Request:
     seed: int = 0
     generate: bool = False
     allow_code_exec: bool = False
+    samples: int = 1
+    temperature: float = 0.0
     mode: str = "best"
     layers: str = "auto"
 
@@ -54,6 +57,12 @@ class Request:
             raise UsageError("--generate decodes answers, whose time cannot be planned: say how many with --items")
         if self.allow_code_exec and not self.generate:
             raise UsageError("--allow-code-exec runs generated code, and nothing is generated: add --generate")
+        if (self.samples, self.temperature) != (1, 0.0) and not self.generate:
+            raise UsageError("--samples and --temperature draw answers, and nothing is generated: add --generate")
+        try:
+            _ = self.sampling
+        except ValueError as error:
+            raise UsageError(f"--samples, --temperature: {error}") from None
         if not self.families:
             raise UsageError(f"--families needs at least one of {', '.join(FAMILIES)}")
         for family in self.families:
@@ -61,6 +70,11 @@ class Request:
                 raise UsageError(str(unknown("family", family, FAMILIES)))
         if len(set(self.families)) != len(self.families):
             raise UsageError(f"--families names one twice: {','.join(self.families)}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How decoded answers are drawn."""
+        return Sampling(temperature=self.temperature, samples=self.samples, seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"families": list(self.families), "sets": list(self.sets)}

@@ -8,6 +8,7 @@ import torch
 
 from kvlab.codecs import Affine
 from kvlab.config import KVConfig
+from kvlab.evals.sampling import GREEDY, Sampling
 from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import Fraction
 from kvlab.search.settings import Request, UsageError, names
@@ -123,12 +124,22 @@ def test_an_empty_workload_is_refused(context, concurrency, name) -> None:
         ({"families": ()}, "--families needs at least one"),
         ({"families": ("maths",)}, "did you mean 'math'"),
         ({"families": ("math", "math")}, "twice"),
+        ({"samples": 4, "temperature": 0.8}, "nothing is generated: add --generate"),
+        ({"temperature": 0.8}, "nothing is generated: add --generate"),
+        ({"generate": True, "items": 9, "samples": 4}, "--samples, --temperature: 4 samples at temperature 0"),
+        ({"generate": True, "items": 9, "temperature": 99.0}, "temperature must lie between 0"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(wrong, says) -> None:
     with pytest.raises(UsageError) as caught:
         Request(budget_bytes=1, **wrong)
     assert says in str(caught.value)
+
+
+def test_how_answers_are_drawn_goes_by_the_request() -> None:
+    request = Request(budget_bytes=1, generate=True, items=9, samples=4, temperature=0.8, seed=3)
+    assert request.sampling == Sampling(temperature=0.8, samples=4, seed=3)
+    assert Request(budget_bytes=1).sampling == GREEDY
 
 
 def test_a_request_survives_json_and_names_its_differences() -> None:
