@@ -95,7 +95,7 @@ def test_a_run_read_back_is_what_it_was(tmp_path):
 def test_a_figure_does_not_go_by_the_style_of_the_kernel(tmp_path):
     found = load(showing.run(tmp_path, document=showing.result()))
     plain = found.figure.data
-    with mpl.rc_context({"font.size": 20, "axes.grid": True, "lines.markersize": 20}):
+    with mpl.rc_context({"font.family": "serif", "axes.linewidth": 4, "axes.labelpad": 20}):
         assert found.figure.data == plain
 
 
