@@ -28,6 +28,21 @@ BOOKS = {
 }
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 
+BROWSED = """from kvlab.explore.picture import Picture, sheet
+from kvlab.explore.widgets import browse
+import pandas as pd
+
+def draw(side):
+    figure, axes = sheet(1, 1, width=side, height=2.0)
+    return Picture(figure, pd.DataFrame(), f"a figure {side} inches wide, for the test of controls")
+
+browse(draw, side=[5.0, 8.0])
+"""
+IMAGES = """[...jupyterapp.shell.currentWidget.content.widgets[0].outputArea.node.querySelectorAll('img')]
+  .map(image => image.naturalWidth)"""
+HANDLE = """(() => { const handle = document.querySelector('.noUi-handle');
+  if (handle) handle.focus(); return !!handle; })()"""
+
 READY = """(() => {
   const panel = window.jupyterapp && jupyterapp.shell.currentWidget;
   return !!(panel && panel.context && panel.context.path === %s && panel.context.isReady && panel.sessionContext.isReady
@@ -122,3 +137,29 @@ async def look(name, server, work, artefacts):
             assert shown["contrast"] >= 4.5, "text that cannot be read"
             paper[theme] = shown["paper"]
         assert paper["light"] > 0.8 > 0.2 > paper["dark"], paper
+
+
+def test_a_control_replaces_the_picture_in_place(folder, server, tmp_path, artefacts):
+    cell = nbformat.v4.new_code_cell(BROWSED)
+    about = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=about), folder / "books" / "browse.ipynb")
+    asyncio.run(move(server, tmp_path, artefacts))
+
+
+async def move(server, work, artefacts):
+    async with lab.Page.open(server.page("browse.ipynb"), work) as page:
+        await page.until(READY % json.dumps("browse.ipynb"))
+        await page.run(RUN)
+        (narrow,) = await page.until(f"(w => w.length === 1 && w[0] > 0 ? w : null)({IMAGES})")
+        await page.until(HANDLE)
+        for kind in ("keyDown", "keyUp"):
+            key = {"key": "ArrowRight", "code": "ArrowRight", "windowsVirtualKeyCode": 39}
+            await page.send("Input.dispatchKeyEvent", type=kind, **key)
+        (wide,) = await page.until(f"(w => w.length === 1 && w[0] > {1.3 * narrow} ? w : null)({IMAGES})")
+        await page.picture(artefacts / "browse.png")
+        assert wide == pytest.approx(narrow * 8 / 5, rel=0.02)
+        # what a notebook saved now would show without a kernel: the picture last looked at, as PNG with words
+        saved = await page.run("jupyterapp.shell.currentWidget.content.widgets[0].model.outputs.toJSON()")
+        assert [o["metadata"]["image/png"]["alt"] for o in saved if "image/png" in o["data"]] == [
+            "a figure 8.0 inches wide, for the test of controls"
+        ]
