@@ -24,7 +24,8 @@ from kvlab.kernels.rowwise import runs_compiled
 from kvlab.launching import Launch
 from kvlab.layer import LayerConfig, LayerShape, Occupancy
 from kvlab.policies import Dense
-from kvlab.row import Row, settle
+from kvlab.row import Row
+from kvlab.settling import settle
 from kvlab.store import PagePool
 
 Mode = Literal["packed", "dense"]

@@ -184,7 +184,7 @@ class LayerConfig:
         return pages * page + heads * ((held.sinks + held.window) * per_raw + mass + sums)
 
     def bytes_by_stream(self, shape: LayerShape, raw: torch.dtype, held: Occupancy, layers: int = 1) -> dict[str, int]:
-        """What `nbytes` counts, by what it stores: names as in a cache's own inventory, whole pages with their slack."""
+        """What `nbytes` counts, by what it stores: named as in a cache's inventory, whole pages with their slack."""
         heads = shape.kv_heads * layers
         pages = -(-held.stored // self.page_tokens) * (1 if self.ragged else heads)
         found: dict[str, int] = {}

@@ -2,13 +2,11 @@
 encodes, in that order. Knows neither model nor transformers.
 """
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlab.centre import Centre, KeyTerm, Places, joined, positions_of
+from kvlab.centre import Centre, KeyTerm, Places, positions_of
 from kvlab.codecs.base import Packed, to_raw
 from kvlab.evicting import Known, Leaving, flush
 from kvlab.kernels import attend as kernel
@@ -298,7 +296,7 @@ class Row:
             self._extend(k, v, new_mass, placed)
             return
         keys, values = (self._joined(i, x) for i, x in enumerate((k, v)))
-        joined = None if new_mass is None else torch.cat([self._window_mass(), new_mass], dim=1)
+        joined = None if new_mass is None else torch.cat([self.window_mass(), new_mass], dim=1)
         self.n_window = 0
         self._remembered = None  # chunks are about to move
         self._extend(keys[:, flushed:], values[:, flushed:], None if joined is None else joined[:, flushed:])
@@ -335,7 +333,8 @@ class Row:
             return None
         return self.config.scorer.expect(self._queries, self.seen, self.rotary)
 
-    def _window_mass(self) -> Tensor:
+    def window_mass(self) -> Tensor:
+        """Attention mass of the window's tokens; empty where none is tracked."""
         return torch.empty(0) if self._mass is None else self._mass[:, : self.n_window]
 
     def _joined(self, index: int, new: Tensor) -> Tensor:
@@ -373,8 +372,9 @@ class Row:
         more = self.centre, self.group, self.expected, self.known
         flush(self.config, self.table, leaving, protected, self.seen, self.raw, *more)
 
-    def _cut_window(self, count: int) -> None:
+    def cut_window(self, count: int) -> None:
         """Let go of the first `count` tokens of the window; a prompt's room goes with them."""
+        self._remembered = None  # chunks are about to move
         rest = slice(count, self.n_window)
         window = [x[:, rest].clone() for x in self._window or ()]
         mass = None if self._mass is None else self._mass[:, rest].clone()
@@ -385,38 +385,6 @@ class Row:
         for old, kept in zip([*(self._window or ()), self._mass], [*window, mass], strict=True):
             if old is not None and kept is not None:
                 old[:, : self.n_window] = kept
-
-
-def settle(rows: Sequence[Row]) -> None:
-    """Flush the windows of rows that share one budget: one sequence's layers, as the heads of one long row.
-
-    Does nothing while no window overflows. Raises ValueError when the rows do not share a pool.
-    """
-    first = rows[0]
-    flushed = first.config.flush_tokens(first.n_window, 1)
-    if flushed == 0:
-        return
-    windows = [row.window() for row in rows]
-    k, v = (torch.cat([window[i][:, :flushed] for window in windows]) for i in (0, 1))
-    mass = torch.cat([row._window_mass()[:, :flushed] for row in rows]) if first.config.tracks_mass else None
-    for row in rows:
-        row._cut_window(flushed)
-        row._remembered = None  # chunks are about to move
-    start = first.seen - first.n_window - flushed
-    positions = torch.arange(start, start + flushed, device=k.device).expand(k.shape[0], -1)
-    leaving, protected = Leaving(k, v, positions, mass), first.n_sinks + first.n_window
-    table = PageTable.joined([row.table for row in rows])
-    centre = joined([row.centre for row in rows])
-    more = centre, None, lambda: _all_expected(rows), first.known if len(rows) == 1 else None
-    flush(first.config, table, leaving, protected, first.seen, first.raw, *more)
-    for row, part in zip(rows, table.dealt([len(row.table.pages) for row in rows]), strict=True):
-        row.table = part
-
-
-def _all_expected(rows: Sequence[Row]) -> Expected | None:
-    """The queries to come of every row's heads, side by side."""
-    known = [x for row in rows if (x := row.expected()) is not None]
-    return Expected(*(torch.cat(parts) for parts in zip(*known, strict=True))) if known else None
 
 
 def _placed(buffer: Tensor, new: Tensor, at: int, room: int) -> Tensor:

@@ -35,8 +35,9 @@ from kvlab.layer import LayerConfig, LayerShape
 from kvlab.policies import Scorer
 from kvlab.policies.expected_attention import query_sums
 from kvlab.room import available
-from kvlab.row import Row, settle
+from kvlab.row import Row
 from kvlab.selecting import all_read
+from kvlab.settling import settle
 
 SCHEMA = 2
 # Tokens of one prefill on a CPU: enough to use the weights well, and past it what layers hand on no longer fits its

@@ -29,6 +29,7 @@ FLOORS: dict[str, float] = {
     "evicting": 2.65,
     "stepping": 2.65,
     "row": 2.7,
+    "settling": 2.75,
     "once": 1,
     "launching": 2.8,
     "attending": 2.9,

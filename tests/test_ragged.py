@@ -28,7 +28,7 @@ from kvlab.policies import (
     Tokens,
     WindowAttention,
 )
-from kvlab.row import settle
+from kvlab.settling import settle
 from kvlab.snapshot import take
 from kvlab.stacked import StackedCache
 

@@ -16,7 +16,8 @@ from kvlab.config import KVConfig
 from kvlab.kernels.attend import attend_reference
 from kvlab.layer import LayerShape, ModelShape
 from kvlab.policies import AttentionMass, Budget, Fraction, KeyNorm, Scorer, Threshold, Tokens, Unlimited
-from kvlab.row import Row, settle
+from kvlab.row import Row
+from kvlab.settling import settle
 
 SCALE = 0.2
 

@@ -14,7 +14,7 @@ from variants import ALL_BUDGETS, ALL_SCORERS, SOME_CODECS, readers_of
 from kvlab.codecs import Affine, Raw
 from kvlab.config import KVConfig
 from kvlab.policies import AttentionMass, Fraction, Recency, Threshold, Tokens, WindowAttention
-from kvlab.row import settle
+from kvlab.settling import settle
 
 
 def compare(config: KVConfig, parts: list[int], group: int, softcap: float | None, sinks: bool, seed: int) -> None:

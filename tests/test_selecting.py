@@ -427,7 +427,7 @@ def test_bytes_read_are_those_that_are_gathered(config: KVConfig, monkeypatch: p
     for t, (q, k, v) in enumerate(rest):
         predicted += config.read_bytes(shape, prefill, t)
         raw = [*(row.sinks or ()), *row.window()]
-        raw += [row._window_mass()] if row.config.tracks_mass else []
+        raw += [row.window_mass()] if row.config.tracks_mass else []
         gathered += [x.numel() * x.element_size() for x in raw]
         _, mass = row.attend(q, k, v, SCALE, impl="torch")
         row.commit(k, v, mass)
