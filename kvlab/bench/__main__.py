@@ -1,5 +1,5 @@
-"""`python -m kvlab.bench identity|bytes|decode|kernels|stats|workers [--json]`: one JSON document or a table on stdout,
-progress on stderr.
+"""`python -m kvlab.bench identity|bytes|decode|kernels|search|stats|workers [--json]`: one JSON document or a table on
+stdout, progress on stderr.
 
 Exit codes: 0 when everything holds, 1 when something does not, 2 for bad usage or a model that cannot be used.
 """
@@ -17,7 +17,7 @@ from typing import Any
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvlab.bench", description="Checks of the engine, as figures.")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{identity,bytes,decode,kernels,stats,workers}"
+        dest="command", required=True, metavar="{identity,bytes,decode,kernels,search,stats,workers}"
     )
     identity = commands.add_parser("identity", help="a raw, unlimited cache equals the model's own")
     identity.add_argument("--model", default="smollm2-135m", help="alias, hub id, folder or .gguf file")
@@ -28,12 +28,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_kernels(kernels)
     decode = commands.add_parser("decode", help="milliseconds per token and bytes, beside transformers' own caches")
     _add_decode(decode)
+    search = commands.add_parser("search", help="seconds to score many configs, beside kvpress and the model's limit")
+    _add_search(search)
     workers = commands.add_parser("workers", help="what many workers ask of a storage, by a simulated study")
     _add_workers(workers)
     rates = commands.add_parser("stats", help="how often the verdict's rules are wrong, by simulation; needs no model")
     rates.add_argument("--studies", type=_positive, default=200, help="simulated searches of each kind (200)")
     rates.add_argument("--seed", type=_natural, default=0, help="of every simulation (0)")
-    for command in (identity, held, decode, kernels, workers, rates):
+    for command in (identity, held, decode, kernels, search, workers, rates):
         command.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     return parser
 
@@ -64,6 +66,19 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=_pattern, default="", help="regular expression over names")
     parser.add_argument("--threads", type=_positive, help="torch's threads; its own choice if left out")
     parser.add_argument("--out", type=Path, help="folder for decode.json and the figure, decode.png and decode.svg")
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="alias, hub id, folder or .gguf file")
+    parser.add_argument("--peer-python", type=Path, help="interpreter with kvpress; without it kvlab and limit only")
+    parser.add_argument("--configs", type=_positive, default=16, help="configs both sides can express (16)")
+    parser.add_argument("--answer-tokens", type=_positive, default=8, help="tokens forced of each answer (8)")
+    parser.add_argument("--items", type=_positive, default=8, help="contexts, each with a question of its own (8)")
+    parser.add_argument("--context", type=_positive, default=400, help="most tokens of a context (400)")
+    parser.add_argument("--pairs", type=_positive, default=16, help="pairs of config and item timed on kvpress (16)")
+    parser.add_argument("--repeats", type=_positive, default=3, help="turns of every side; the least counts (3)")
+    parser.add_argument("--threads", type=_positive, default=1, help="torch's threads on every side (1)")
+    parser.add_argument("--seed", type=_natural, default=0, help="of the items (0)")
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _kernels(options)
     if options.command == "decode":
         return _decode(options)
+    if options.command == "search":
+        return _search(options)
     if options.command == "workers":
         return _workers(options)
     if options.command == "stats":
@@ -221,6 +238,37 @@ def _decode(options: argparse.Namespace) -> int:
     print(json.dumps(document, indent=1, allow_nan=False) if options.json else table, flush=True)
     if options.json:
         print(table, file=sys.stderr)
+    return 0 if document["ok"] else 1
+
+
+def _search(options: argparse.Namespace) -> int:
+    import torch
+
+    from kvlab.attach import UnsupportedModelError
+    from kvlab.bench.search import run as bench
+    from kvlab.bench.search.peer import PeerError
+    from kvlab.bench.search.text import table
+    from kvlab.models import ModelError, load
+
+    torch.set_num_threads(options.threads)
+    request = bench.Request(
+        peer_python=options.peer_python,
+        configs=options.configs,
+        answer_tokens=options.answer_tokens,
+        items=options.items,
+        context_tokens=options.context,
+        pairs=options.pairs,
+        repeats=options.repeats,
+        seed=options.seed,
+    )
+    try:
+        document = bench.run(_say, load(options.model, device="cpu"), request)
+    except (ModelError, UnsupportedModelError, PeerError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(document, indent=1, allow_nan=False) if options.json else table(document), flush=True)
+    if options.json:
+        print(table(document), file=sys.stderr)
     return 0 if document["ok"] else 1
 
 
