@@ -235,8 +235,9 @@ def _forest(rows: Sequence[dict[str, Any]]) -> Figure:
             y, look = places.index((row["run"], row["config"])), looks[row["run"]]
             ax.plot([row["low_points"], row["high_points"]], [y, y], color=look["color"], linewidth=1.6)
             ax.plot(row["diff_points"], y, markersize=7, linestyle="none", **look)
-        name(ax, f"{family}, n = {part[0]['n']}", "difference, points (90% interval)")
+        name(ax, f"{family}, n = {part[0]['n']}")
         if n == 0:
             ax.set_yticks(range(len(places)), [f"{config} ({run})" for run, config in places])
             ax.invert_yaxis()
+    figure.supxlabel("difference to the full cache, points, with 90% interval", fontsize=9, color=INK.text)
     return figure
