@@ -2,16 +2,18 @@
 
 import json
 import math
+from dataclasses import fields
 
 import pytest
 
 from kvlab.evals.item import FAMILIES
+from kvlab.evals.sampling import Sampling
 from kvlab.runs import config_hash
-from kvlab.search.settings import UsageError
+from kvlab.search.settings import Request, UsageError
 from kvlab.sweep.formats import FORMATS
 from kvlab.sweep.notebook import parameters
 from kvlab.sweep.places import default_root, notebook_of
-from kvlab.sweep.settings import SweepConfig
+from kvlab.sweep.settings import SpotConfig, SweepConfig
 
 CELL = "\n".join(f"{name} = {value!r}  # help" for name, value in SweepConfig().to_params().items())
 
@@ -115,6 +117,40 @@ def test_defaults_are_the_question_that_a_search_asks():
     assert set(config.formats) <= set(FORMATS)
 
 
+def test_a_search_in_a_notebook_takes_every_setting_of_the_command():
+    assert {f.name for f in fields(Request)} - {"budget_bytes"} <= set(SpotConfig.names())
+    assert SpotConfig().request() == Request(budget_bytes=6_000_000_000)
+    params = {"budget_gb": "4GiB", "mode": "map", "layers": "uniform", "minutes": "2.5", "trials": 9, "items": "40"}
+    params |= {"sets": "gsm8k", "families": "math", "generate": "true", "samples": 3, "temperature": "0.7", "seed": 2}
+    config = SpotConfig.from_params(params)
+    assert config.request() == Request(
+        budget_bytes=4 << 30, mode="map", layers="uniform", minutes=2.5, trials=9, items=40, sets=("gsm8k",),
+        families=("math",), generate=True, samples=3, temperature=0.7, seed=2,
+    )  # fmt: skip
+    assert SpotConfig.from_params(config.to_params()) == config
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"mode": "bets"}, "mode: unknown mode 'bets'; did you mean 'best'"),
+        ({"minutes": 0}, "minutes must be a positive number"),
+        ({"minutes": "inf"}, "minutes must be a number"),
+        ({"generate": True}, "say how many with items"),
+        ({"allow_code_exec": True}, "allow_code_exec runs generated code"),
+        ({"trials": -1}, "trials must be at least 0"),
+        ({"items": 1}, "items must be at least 2"),
+        ({"sets": "gsm8k"}, "no items of family retrieval, code"),
+        ({"formats": "int8"}, "unknown parameter 'formats'"),
+    ],
+)
+def test_a_mistake_in_a_search_is_named_as_a_parameter(params, words):
+    with pytest.raises(UsageError) as caught:
+        SpotConfig.from_params(params)
+    assert words in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
 # -- the history of a notebook ---------------------------------------------------------------------------------------
 
 
@@ -173,13 +209,16 @@ def test_an_unknown_sweep_names_the_nearest():
 def test_sets_and_families_have_to_fit():
     math = {"sets": "gsm8k", "families": "math"}
     config = SweepConfig.from_params(math | {"generate": True, "allow_code_exec": True})
-    assert (config.sets, config.answers()) == (("gsm8k",), {"generate": True, "allow_code_exec": True})
+    assert config.sets == ("gsm8k",)
+    assert config.answers() == {"generate": True, "allow_code_exec": True, "sampling": Sampling()}
     assert config_hash(config.to_dict()) != config_hash(SweepConfig.from_params(math).to_dict())
     for params, words in (
         ({"sets": "gsm8k"}, "no items of family retrieval, code: pass families math"),
         ({"sets": "gsm8"}, "sets: unknown set 'gsm8'; did you mean 'gsm8k'"),
         ({"sets": ""}, "sets: name at least one set"),
         ({"allow_code_exec": True}, "pass generate True too"),
+        ({"samples": 2, "temperature": 0.5}, "pass generate True too"),
+        ({"samples": 2, "generate": True}, "samples, temperature:"),
     ):
         with pytest.raises(UsageError, match=words):
             SweepConfig.from_params(params)

@@ -1,10 +1,11 @@
 """What a sweep was asked to do. Checked before a model is loaded; knows no model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_args
 
 from kvlab.evals.item import FAMILIES, unknown
+from kvlab.evals.sampling import Sampling
 from kvlab.evals.sets import DEFAULT, families_of
 from kvlab.kernels.chunks import Bound
 from kvlab.policies.base import Scope
@@ -23,8 +24,8 @@ class SweepConfig(Params):
     `scopes`) and every way to read (`read` shares of the chunks, by each bound and chunk size). A share of 1 keeps or
     reads everything, once.
 
-    `sets` are names as `kvlab.evals.sets` takes them. With `generate` answers are decoded and graded, not forced;
-    generated code runs only with `allow_code_exec`.
+    `sets` are names as `kvlab.evals.sets` takes them. With `generate` answers are decoded and graded, not forced, and
+    `samples` of each item drawn at a `temperature`; generated code runs only with `allow_code_exec`.
     """
 
     model: str = "smollm2-135m"
@@ -45,6 +46,8 @@ class SweepConfig(Params):
     query_aware: bool = False
     generate: bool = False
     allow_code_exec: bool = False
+    samples: int = 1
+    temperature: float = 0.0
     out: str = ""
 
     KINDS: ClassVar[Mapping[str, Kind]] = {
@@ -66,6 +69,8 @@ class SweepConfig(Params):
         "query_aware": SWITCH,
         "generate": SWITCH,
         "allow_code_exec": SWITCH,
+        "samples": WHOLE,
+        "temperature": NUMBER,
         "out": TEXT,
     }
 
@@ -98,14 +103,25 @@ class SweepConfig(Params):
         _check_sets(self.sets, self.families)
         if self.allow_code_exec and not self.generate:
             raise UsageError("allow_code_exec runs generated code, and nothing is generated: pass generate True too")
+        if (self.samples, self.temperature) != (1, 0.0) and not self.generate:
+            raise UsageError("samples and temperature draw answers, and nothing is generated: pass generate True too")
+        try:
+            _ = self.sampling
+        except ValueError as error:
+            raise UsageError(f"samples, temperature: {error}") from None
 
     @property
     def budget_bytes(self) -> int:
         return round(self.budget_gb * 1e9)
 
-    def answers(self) -> dict[str, bool]:
+    @property
+    def sampling(self) -> Sampling:
+        """How decoded answers are drawn."""
+        return Sampling(temperature=self.temperature, samples=self.samples, seed=self.seed)
+
+    def answers(self) -> dict[str, Any]:
         """How answers are scored, as `kvlab.answering.scoring` takes it."""
-        return {"generate": self.generate, "allow_code_exec": self.allow_code_exec}
+        return {"generate": self.generate, "allow_code_exec": self.allow_code_exec, "sampling": self.sampling}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +143,8 @@ class SpotConfig(Params):
     seed: int = 0
     generate: bool = False
     allow_code_exec: bool = False
+    samples: int = 1
+    temperature: float = 0.0
     memo: bool = True
     out: str = ""
 
@@ -145,6 +163,8 @@ class SpotConfig(Params):
         "seed": WHOLE,
         "generate": SWITCH,
         "allow_code_exec": SWITCH,
+        "samples": WHOLE,
+        "temperature": NUMBER,
         "memo": SWITCH,
         "out": TEXT,
     }
@@ -159,15 +179,10 @@ class SpotConfig(Params):
 
     def request(self) -> Request:
         """The same in the search's own terms. Raises UsageError for what a search refuses."""
-        same = ("model", "context", "concurrency", "mode", "layers", "minutes", "families", "sets", "seed", "generate")
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Request) if f.name != "budget_bytes"}
+        values |= {"trials": self.trials or None, "items": self.items or None}
         try:
-            return Request(
-                budget_bytes=round(self.budget_gb * 1e9),
-                trials=self.trials or None,
-                items=self.items or None,
-                allow_code_exec=self.allow_code_exec,
-                **{name: getattr(self, name) for name in same},
-            )
+            return Request(budget_bytes=round(self.budget_gb * 1e9), **values)
         except UsageError as error:
             # The search names flags, a notebook has parameters.
             raise UsageError(str(error).replace("--", "").replace("allow-code-exec", "allow_code_exec")) from None
