@@ -31,6 +31,7 @@ _AXES = {
     "workload_effective_bits": ("bits a value at the workload (log2)", 1.0),
 }
 _NATS = "lost, nats per answer token"
+_ASIDE = 1.15  # from the first to the last point of one place
 _STRAIGHT = 0.05  # nats up to which the scale is linear
 
 
@@ -85,7 +86,7 @@ def curves(result: Mapping[str, Any], x: str, hue: str, style: str, ink: Ink = L
             for n, h in enumerate(hues):
                 for m, s in enumerate(styles):
                     mine = [e for e in placed if (_at(e, hue), _at(e, style)) == (h, s)]
-                    shift = 1.025 ** (n * len(styles) + m - (len(hues) * len(styles) - 1) / 2)
+                    shift = _ASIDE ** ((n * len(styles) + m) / max(1, len(hues) * len(styles) - 1) - 0.5)
                     _line(ax, [(_at(e, x) / _AXES[x][1] * shift, lost(e, family)) for e in mine], n, m, ink)
         margin = placed[0]["families"][family]["margin"]
         column[1].axhline(-100 * margin, color=ink.text, linewidth=0.9, linestyle=(0, (4, 3)))
