@@ -25,9 +25,7 @@ Snapshots = Callable[[Sequence[Question]], list[Snapshot]]
 
 
 class Forks:
-    """Caches of every question under every config, `samples` of each, numbered question by question. A snapshot is let
-    go after the last of its caches has been forked.
-    """
+    """Caches of every question under every config, `samples` of each, numbered question by question."""
 
     def __init__(
         self,
@@ -41,7 +39,6 @@ class Forks:
         self.snapshots, self.attachment = snapshots, attachment
         self.sizes: dict[int, int] = {}
         self.seconds: dict[int, float] = {}
-        self._held: dict[int, Snapshot] = {}
 
     @property
     def each(self) -> int:
@@ -54,17 +51,13 @@ class Forks:
 
     def __call__(self, numbers: Sequence[int]) -> list[KVCache]:
         """Fresh caches of these numbers; contexts that were not prefilled yet are, together."""
-        wanted = {n // self.each for n in numbers}
-        missing = sorted(wanted - self._held.keys())
-        self._held |= dict(zip(missing, self.snapshots([self.questions[n] for n in missing]), strict=True))
-        caches = [self._fork(n) for n in numbers]
-        last = max(numbers)
-        self._held = {n: s for n, s in self._held.items() if (n + 1) * self.each - 1 > last}
-        return caches
+        asked = sorted({n // self.each for n in numbers})
+        found = dict(zip(asked, self.snapshots([self.questions[n] for n in asked]), strict=True))
+        return [self._fork(n, found[n // self.each]) for n in numbers]
 
-    def _fork(self, number: int) -> KVCache:
+    def _fork(self, number: int, snapshot: Snapshot) -> KVCache:
         begin = time.perf_counter()
-        cache = self._held[number // self.each].fork(self.pair(number)[1], self.attachment)
+        cache = snapshot.fork(self.pair(number)[1], self.attachment)
         self.sizes[number], self.seconds[number] = cache.nbytes, time.perf_counter() - begin
         return cache
 

@@ -189,6 +189,14 @@ def test_fewer_answers_are_written_at_once_where_less_is_free(loaded, alone, bat
         assert max(n for n, _ in batches) == rows
 
 
+def test_an_item_whose_configs_join_at_different_times_is_prefilled_once(loaded, alone) -> None:
+    """Also where the store has dropped it meanwhile."""
+    s = subject(loaded, max_rows=4)
+    s.store.memory_bytes = 1
+    assert _written(s) == alone
+    assert s.counters.prefills == len(ASKED)
+
+
 # -- the score pass ----------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Drawn answers: the distribution they come from, the same luck whatever the batch, and pass@k over them."""
 
+import dataclasses
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -117,6 +118,14 @@ def test_luck_belongs_to_item_and_sample_whatever_the_batch(loaded, monkeypatch)
         assert len({found[(BASELINE.id, item.id, n)] for n in range(3)}) > 1
     other = _texts(loaded, monkeypatch, Sampling(temperature=0.8, samples=3, seed=6))
     assert other != found
+
+
+def test_items_have_luck_of_their_own(loaded) -> None:
+    """Else all first samples would be lucky together."""
+    same = [dataclasses.replace(ASKED[0], id=f"needle_text/confirm/0/{n}") for n in range(6)]
+    warm = Sampling(temperature=1.5)
+    assert len({r.prediction for r in LocalSubject(loaded).generate(same, [BASELINE], sampling=warm)}) > 2
+    assert len({Sampling(seed=s).luck(i, n) for s in (1, 11) for i in ("a", "1|a") for n in (1, 11)}) == 8
 
 
 def test_next_to_no_temperature_is_greedy(loaded, monkeypatch) -> None:
