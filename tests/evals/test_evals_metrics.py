@@ -82,6 +82,7 @@ def test_latex_value(text: str, value: Fraction | int | None) -> None:
         (r"\boxed{\frac{1}", "1", False),
         (r"put it in \boxed please, 6", "6", False),
         (r"\boxed{42.0}", "42", True),
+        (r"\boxed{\text{7 apples}}", "7", True),
         (r"\boxed{(3,4)}", r"\boxed{(3, 4)}", False),
         (r"\boxed{(3,4)}", "34", False),
         (r"\boxed{x^2}", "x^2", True),
