@@ -38,14 +38,33 @@ def log_probs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
-def read(logp: Tensor, ids: Sequence[int], reference: Tensor | None = None) -> Read:
+class Reference(NamedTuple):
+    """What the full cache says at A places, with all that each comparison with it needs."""
+
+    logp: Tensor
+    p: Tensor
+    best: Tensor
+
+    @classmethod
+    def of(cls, logp: Tensor) -> "Reference":
+        return cls(logp, logp.exp(), likeliest(logp))
+
+
+def likeliest(logp: Tensor) -> Tensor:
+    """The first of the likeliest tokens of each place. `max` takes a third of the time of `argmax`."""
+    return logp.max(-1).indices
+
+
+def read(logp: Tensor, ids: Sequence[int], reference: Reference | None = None) -> Read:
     """From log-probabilities [A, V], and those of the full cache where there is something to compare."""
     target = torch.tensor(ids, device=logp.device)
-    best = logp.argmax(-1)
+    best = likeliest(logp)
     kl = top1 = None
     if reference is not None:
-        kl = max(0.0, float((reference.exp() * (reference - logp)).sum(-1).mean()))
-        top1 = float((reference.argmax(-1) == best).float().mean())
+        # Place by place: what is between the two passes stays in the processor's cache.
+        kls = [p.dot(full - own) for p, full, own in zip(reference.p, reference.logp, logp, strict=True)]
+        kl = max(0.0, float(torch.stack(kls).mean()))
+        top1 = float((reference.best == best).float().mean())
     return Read(target, logp.gather(1, target.unsqueeze(1)).squeeze(1), best, kl, top1)
 
 

@@ -29,7 +29,7 @@ from kvlab.evals.item import Item
 from kvlab.evals.sampling import GREEDY, Sampling
 from kvlab.evals.subject import ItemScore
 from kvlab.generating import Forks, generated
-from kvlab.likelihood import Read, choose, log_probs, read
+from kvlab.likelihood import Read, Reference, choose, log_probs, read
 from kvlab.models import Loaded
 from kvlab.policies import Scorer
 from kvlab.questions import Question, in_tokens, left_padded, scored
@@ -236,14 +236,17 @@ class LocalSubject:
         ids, valid = left_padded([job.question.question + c[:-1] for _, job, c in rows], self.model.device)
         asked = max(len(c) for _, _, c in rows)
         logits = self._forward([job.cache for _, job, _ in rows], ids, valid, asked, read_only=True)
-        out = []
+        out, full = [], {}
         for (_, job, continuation), row in zip(rows, logits, strict=True):
             logp = log_probs(row[asked - len(continuation) :])
             name, references = job.question.asked, job.snapshot.references
             gold = continuation is job.question.continuations[0]
             if gold and job.config == BASELINE and name not in references:
                 references[name] = logp.clone()
-            out.append(read(logp, continuation, references[name] if gold and job.config != BASELINE else None))
+            compared = gold and job.config != BASELINE
+            if compared and id(job.question) not in full:
+                full[id(job.question)] = Reference.of(references[name])
+            out.append(read(logp, continuation, full[id(job.question)] if compared else None))
         return out
 
     def _forward(
