@@ -16,8 +16,8 @@ from kvlab.attach import attach, make_plan
 from kvlab.cache import KVCache, KVLayer
 from kvlab.codecs import Affine, Fp8, Raw
 from kvlab.config import KVConfig
-from kvlab.policies import AttentionMass, Dense, Fraction, Recency, Tokens, WindowAttention
-from kvlab.snapshot import Snapshot, SnapshotStore, take
+from kvlab.policies import AttentionMass, Dense, Fraction, KeyDiff, Recency, Tokens, WindowAttention
+from kvlab.snapshot import Snapshot, SnapshotStore, _together, take
 
 PROMPT = 93  # sinks, a window, whole pages and a part of one
 DECODED = 20
@@ -104,6 +104,46 @@ def test_fork_equals_a_prefill_under_that_config(llama, part) -> None:
             feed(llama, real, ids, (PROMPT,))
             _assert_same(_state(forked), _state(real))
             assert forked.nbytes == real.nbytes
+
+
+def test_forks_share_scores_where_the_same_tokens_leave_and_nowhere_else(llama, monkeypatch) -> None:
+    ids, asked = token_ids(1, PROMPT), []
+    score = KeyDiff.score
+    monkeypatch.setattr(
+        KeyDiff, "score", lambda self, given: asked.append(given.positions.shape[1]) or score(self, given)
+    )
+    small = {**SIZES, "scorer": KeyDiff()}
+    alike = [KVConfig(**small, budget=Tokens(n), key=key) for n, key in ((40, Raw()), (60, Affine(bits=4, group=16)))]
+    others = [
+        KVConfig(**small | {"recent_tokens": 24}, budget=Tokens(40)),
+        KVConfig(**small | {"sink_tokens": 1}, budget=Tokens(40)),
+        KVConfig(**small, budget=Tokens(48, scope="model")),
+    ]
+    with attach(llama) as kv:
+        (snapshot,) = take(llama, kv, [ids[0].tolist()])
+        before = snapshot.nbytes
+        forks = [snapshot.fork(config, kv) for config in [*alike, *others]]
+        # The layers are scored as one row: sinks and window say what leaves it.
+        assert asked == [PROMPT - 3 - 8, PROMPT - 3 - 24, PROMPT - 1 - 8, (PROMPT - 3 - 8) // 16 * 16]
+        assert snapshot.nbytes > before
+        for config, fork in zip([*alike, *others], forks, strict=True):
+            real = kv.cache(config)
+            feed(llama, real, ids, (PROMPT,))
+            _assert_same(_state(fork), _state(real))
+
+
+def test_prompts_go_together_up_to_a_number_of_tokens() -> None:
+    lengths = [5, 300, 200, 200, 100, 60, 700, 3]
+    assert list(_together(lengths, 512)) == [
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 4),
+        slice(4, 6),
+        slice(6, 7),
+        slice(7, 8),
+    ]
+    assert list(_together(lengths, 1)) == [slice(n, n + 1) for n in range(8)]
+    assert list(_together(lengths, 8 * 700)) == [slice(0, 8)]
 
 
 def test_the_series_holds_every_codec_and_every_pair_of_scorer_and_budget() -> None:
