@@ -295,6 +295,13 @@ class Row:
         if flushed == 0 or self.config.scope == "model":  # which rows that share a budget `settle` together
             self._extend(k, v, new_mass, placed)
             return
+        if placed and flushed <= self.n_window:  # all that leaves is in the window already, and so is the new token
+            leaving = [x[:, :flushed].to(k.dtype, copy=True) for x in self.window()]
+            gone = None if new_mass is None else self.window_mass()[:, :flushed].clone()
+            self._extend(k, v, new_mass, placed)
+            self.cut_window(flushed)
+            self._flush(leaving[0], leaving[1], gone)
+            return
         keys, values = (self._joined(i, x) for i, x in enumerate((k, v)))
         joined = None if new_mass is None else torch.cat([self.window_mass(), new_mass], dim=1)
         self.n_window = 0
