@@ -59,8 +59,9 @@ def methods(context_tokens: int) -> list[Method]:
             recent=0,
             settings={"n_sink": SINKS, "n_future_positions": 512},
             same=False,
-            difference="kvpress models each query head and averages the heads of a KV head afterwards, and leaves the "
-            "queries of the sinks out; kvlab models the queries of a KV head as one population, sinks included",
+            difference="kvpress models each query head, averages the heads of a KV head afterwards and leaves the "
+            "queries of the sinks out; kvlab models the queries of a KV head as one population, sinks included. The "
+            "former makes most of the difference",
         ),
         Method(
             name="streaming",
