@@ -112,7 +112,7 @@ def test_forks_share_scores_where_the_same_tokens_leave_and_nowhere_else(llama, 
     monkeypatch.setattr(
         KeyDiff, "score", lambda self, given: asked.append(given.positions.shape[1]) or score(self, given)
     )
-    small = {**SIZES, "scorer": KeyDiff()}
+    small: dict[str, Any] = {**SIZES, "scorer": KeyDiff()}
     alike = [KVConfig(**small, budget=Tokens(n), key=key) for n, key in ((40, Raw()), (60, Affine(bits=4, group=16)))]
     others = [
         KVConfig(**small | {"recent_tokens": 24}, budget=Tokens(40)),
