@@ -1,5 +1,6 @@
 """Snapshots: a fork holds what a prefill under its config holds, byte for byte; and the store, healthy and damaged."""
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -115,8 +116,8 @@ def test_forks_share_scores_where_the_same_tokens_leave_and_nowhere_else(llama, 
     small: dict[str, Any] = {**SIZES, "scorer": KeyDiff()}
     alike = [KVConfig(**small, budget=Tokens(n), key=key) for n, key in ((40, Raw()), (60, Affine(bits=4, group=16)))]
     others = [
-        KVConfig(**small | {"recent_tokens": 24}, budget=Tokens(40)),
-        KVConfig(**small | {"sink_tokens": 1}, budget=Tokens(40)),
+        dataclasses.replace(alike[0], recent_tokens=24),
+        dataclasses.replace(alike[0], sink_tokens=1),
         KVConfig(**small, budget=Tokens(48, scope="model")),
     ]
     with attach(llama) as kv:
