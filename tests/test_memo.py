@@ -261,7 +261,8 @@ def test_nothing_that_scores_is_set_apart() -> None:
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else names
                 todo += [n.split(".")[1] for n in names if n.startswith("kvlab.")]
     assert {"kernels", "codecs", "policies", "row", "snapshot", "attach", "evals"} <= seen
-    assert not seen & (APART - {"runs", "provenance"})
+    # where files lie, and how a loaded model describes itself, change no score
+    assert not seen & (APART - {"runs", "provenance", "folders"})
 
 
 def test_the_version_of_this_package_is_stable() -> None:

@@ -215,10 +215,10 @@ def test_a_budget_that_nothing_fits_exits_3_with_the_nearest_misses(tiny, place,
 def test_a_trial_that_fails_exits_4_and_names_it(tiny, place, capsys, monkeypatch) -> None:
     scored = LocalSubject._row
 
-    def row(self: Any, question: Any, config: KVConfig, *rest: Any) -> Any:
-        if config.key.kind == "fp8" and config.budget.evicts:
+    def row(self: Any, job: Any, *rest: Any) -> Any:
+        if job.config.key.kind == "fp8" and job.config.budget.evicts:
             raise MemoryError("cannot allocate")
-        return scored(self, question, config, *rest)
+        return scored(self, job, *rest)
 
     monkeypatch.setattr(LocalSubject, "_row", row)
     code, result, _ = _in_process(capsys, "--model", str(tiny), "--budget-gb", "900kB", *SMALL)
