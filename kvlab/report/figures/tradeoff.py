@@ -173,7 +173,7 @@ def _searched(ax: Axes, result: Mapping, family: str, looks: Mapping, paint: Ink
     best = front(inside)
     ax.step([x for x, _ in best], [y for _, y in best], where="post", color=paint.text, linewidth=0.9, zorder=1)
     ax.set_yscale("symlog", linthresh=0.1)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.2g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
