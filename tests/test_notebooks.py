@@ -4,13 +4,19 @@ Each runs in a kernel of its own, as a person or papermill would run it.
 """
 
 import json
+import math
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import nbclient
 import nbformat
 import papermill
 import pytest
+import yaml
+from nbformat.v4 import new_output
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from tiny_folder import save_tiny
@@ -85,6 +91,32 @@ def test_it_is_clean(path):
             assert set(cell.metadata) <= {"tags"}
 
 
+def stripped(folder):
+    """What the repository's hook makes of a folder of notebooks."""
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    (entry,) = [hook["entry"] for repo in repos for hook in repo["hooks"] if hook["id"] == "nbstripout"]
+    paths = sorted(folder.glob("*.ipynb"))
+    subprocess.run([sys.executable, "-m", *shlex.split(entry), *map(str, paths)], check=True, cwd=folder)
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def test_stripped_after_a_run_they_are_as_committed(tmp_path):
+    """Once or twice: ids and tags stay, and nothing of papermill, of widgets or of where it ran."""
+    paths = [*NOTEBOOKS, *sorted((ROOT / "sweeps").glob("*.ipynb"))]
+    for path in paths:
+        notebook = read(path)
+        notebook.metadata["papermill"] = {"output_path": "/home/me/done.ipynb", "exception": True, "duration": math.nan}
+        notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
+        for cell in notebook.cells:
+            cell.metadata |= {"papermill": {"status": "completed"}, "execution": {"iopub.execute_input": "2026"}}
+            if cell.cell_type == "code":
+                cell.execution_count = 1
+                cell.outputs = [new_output("stream", text="/home/me\n")]
+        nbformat.write(notebook, tmp_path / path.name)
+    for _ in range(2):
+        assert stripped(tmp_path) == {path.name: path.read_bytes() for path in paths}
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
 def test_it_asks_at_the_top_and_answers_at_the_end(path):
     cells = read(path).cells
@@ -149,6 +181,8 @@ def check(notebook, name):
     assert len(said) > 150
     assert not re.search(r"\bnan\b|\bNone\b|\{|\}", said.replace("}V", "")), said
     assert len(nbformat.writes(notebook)) < 2_000_000
+    # viewers refuse a notebook that names widgets without their state
+    assert all("state" in saved for saved in notebook.metadata.get("widgets", {}).values())
     return said
 
 

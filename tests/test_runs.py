@@ -6,7 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +116,36 @@ def test_runs_of_one_config_never_collide(tmp_path):
     assert len(find(tmp_path, config_hash(CONFIG)[:8])) == 5
     with pytest.raises(ValueError, match="hex digits"):
         find(tmp_path, "seed")
+
+
+class Coarse(datetime):
+    """A clock so slow that runs begun together have the same time."""
+
+    @classmethod
+    def now(cls, tz=None):
+        found = super().now(tz)
+        return found.replace(microsecond=found.microsecond // 20_000 * 20_000)
+
+
+def test_runs_of_one_config_begun_at_once_all_land(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvlab.runs.datetime", Coarse)
+    together = threading.Barrier(8)
+
+    def sweep(n):
+        together.wait()
+        run = Run.create(tmp_path, "sweep", CONFIG)
+        for part in range(3):
+            run.append([{"id": f"{n}-{part}"}])
+        run.set_status("done")
+        return run.path
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(sweep, range(8)))
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in paths}
+    assert len(set(paths)) == 8
+    for n, path in enumerate(paths):
+        assert Run.open(path).is_complete()
+        assert Run.open(path).rows()["id"].tolist() == [f"{n}-{part}" for part in range(3)]
 
 
 def test_rows_come_back_in_order_with_nulls_where_a_column_is_new(tmp_path):

@@ -110,7 +110,14 @@ def test_mistakes_on_an_axis_are_named(given, words):
 
 @pytest.mark.parametrize(
     ("given", "right"),
-    [("0.5,0.25", (0.5, 0.25)), ("50%, 25%", (0.5, 0.25)), (0.5, (0.5,)), ([0.5, "25%"], (0.5, 0.25)), (1, (1.0,))],
+    [
+        ("0.5,0.25", (0.5, 0.25)),
+        ("50%, 25%", (0.5, 0.25)),
+        ("[0.5, 0.25]", (0.5, 0.25)),
+        (0.5, (0.5,)),
+        ([0.5, "25%"], (0.5, 0.25)),
+        (1, (1.0,)),
+    ],
 )
 def test_shares_are_read_in_every_form_they_come_in(given, right):
     found = config_of("eviction", {"keep": given})

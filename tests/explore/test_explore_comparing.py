@@ -1,8 +1,10 @@
 """Runs compared item by item, on run folders written by hand."""
 
+import warnings
+
 import pytest
 
-from kvlab import explore
+from kvlab import explore, stats
 from kvlab.evals.sets import choose
 from kvlab.explore.comparing import items_of, judged
 from kvlab.runs import Run
@@ -100,6 +102,27 @@ def test_two_runs_side_by_side(run, tmp_path):
     assert row["diff_points"] == pytest.approx(-100 / 3)
     assert row["low_points"] < row["diff_points"] < row["high_points"]
     assert {config for config, _ in rows} == {"full cache, again", "int8", "int2", "bad (control)", "int4"}
+
+
+def test_the_intervals_drawn_are_those_of_the_table(run, tmp_path):
+    picture = explore.compare_runs(run, write(tmp_path / "second", {"int4": {1: (0.0, 0.9)}}))
+    panels = {ax.get_title(loc="left").split(",")[0]: ax for ax in picture.figure.axes}
+    assert set(panels) == {"retrieval", "math"}
+    for family, ax in panels.items():
+        own = picture.table[picture.table["family"] == family]
+        bars = [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 2 and len(set(line.get_ydata())) == 1]
+        counts = zip(own["lost"], own["gained"], own["n"], strict=True)
+        right = [tuple(100 * end for end in stats.tango_interval(*c)) for c in counts]
+        assert [tuple(bar) for bar in bars] == [pytest.approx(ends) for ends in right]
+        assert list(zip(own["low_points"], own["high_points"], strict=True)) == [pytest.approx(e) for e in right]
+
+
+def test_nothing_drawn_is_on_its_way_out(run, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = write(tmp_path / "second", {"int4": {}})
+        for picture in (explore.flips(run), explore.hardest(run), explore.compare_runs(run, second)):
+            assert picture.png[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_full_caches_that_differ_are_said(run, tmp_path):

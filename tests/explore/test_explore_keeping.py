@@ -1,5 +1,7 @@
 """Attention, kept tokens, answers and thresholds on a tiny model."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from kvlab import KVConfig, explore
 from kvlab.codecs import Affine
 from kvlab.explore.answering import starts
 from kvlab.explore.keeping import kept_of
-from kvlab.policies import AttentionMass, Fraction, Recency, Tokens
+from kvlab.policies import AttentionMass, Fraction, Recency, Tokens, TopK
 
 SMALL = {"sink_tokens": 4, "recent_tokens": 16}
 
@@ -123,6 +125,23 @@ def test_a_higher_threshold_keeps_fewer_bytes(subject, item):
     assert picture.table["kl"].iloc[0] < 1e-3
     with pytest.raises(ValueError, match=r"0\.3 was not measured"):
         explore.threshold.curve(picture.table, "h2o", 0.3)
+
+
+def test_nothing_drawn_is_on_its_way_out(subject, item):
+    half = KVConfig(reader=TopK(fraction=0.5, dense_layers=0), recent_tokens=16)
+    with warnings.catch_warnings():
+        for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("error", kind)
+        seen = explore.trace(subject, item.context)
+        errors = explore.codec_errors(subject, seen, {"int4": KVConfig(key=Affine(bits=4, group=32))})
+        read = explore.chunks_read(subject, item.context, item.question, {"half": half}, layer=1)
+        pictures = [
+            *(errors, explore.error_map(errors.table, "k_error"), explore.channels(seen, 1)),
+            *(explore.attention_map(seen, 1), explore.attention_shares(seen), explore.heavy_hitters(seen)),
+            *(explore.kept_tokens(subject, item.context, {"all": KVConfig()}), read.reading, read.scores),
+            *(explore.answers(subject, item, {"full": KVConfig()}), explore.thresholds(subject, item, chosen=0.5)),
+        ]
+        assert {picture.png[:8] for picture in pictures} == {b"\x89PNG\r\n\x1a\n"}
 
 
 def test_nothing_to_look_at_is_an_error(subject):

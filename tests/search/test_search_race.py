@@ -1,5 +1,6 @@
 """What the race decides, on scores by formula: who is tried, how long, who is set aside, who is a finalist."""
 
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -174,10 +175,11 @@ def _is(config: KVConfig, scheme: str) -> bool:
     return config != BASELINE and config.key == config.value == kinds[scheme] and config.budget.evicts
 
 
-def test_nan_and_errors_are_set_aside_with_settings_and_reason(tmp_path) -> None:
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_nan_and_errors_are_set_aside_with_settings_and_reason(tmp_path, broken) -> None:
     def nll(config: KVConfig, item: Item) -> float:
         if _is(config, "fp8"):
-            return float("nan")
+            return broken
         if _is(config, "int8") and standin.index(item) >= 2:  # not before the second rung
             raise MemoryError("no room for this cache")
         return harmed(config, item)
@@ -188,7 +190,7 @@ def test_nan_and_errors_are_set_aside_with_settings_and_reason(tmp_path) -> None
     reasons = {t.config.key.kind if t.config else "": t.reason for t in failed}
     assert set(reasons) == {"fp8", "affine"}
     assert reasons["affine"] == "MemoryError: no room for this cache"
-    assert "nll=nan is not finite" in reasons["fp8"]
+    assert f"nll={broken} is not finite" in reasons["fp8"]
     assert all(t.value is None and t.config is not None for t in failed)
     for t in failed:
         assert racer.study.trials[t.number].state == optuna.trial.TrialState.FAIL

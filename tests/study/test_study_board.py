@@ -279,13 +279,14 @@ def test_best_is_feasible_and_finite_wherever_it_is_shown(url, name, capsys) -> 
             {"name": "under", "value": 0.20, "violation": -1.0},
             {"name": "nan", "value": math.nan, "violation": -1.0},
             {"name": "nan bytes", "value": 0.05, "violation": math.nan},
+            {"name": "inf", "value": -math.inf, "violation": -1.0},
         )
     )
     one.seal()
     work(one, Steps(), stop=GOING)
     found = summary(one)
     assert found["best"]["config"]["name"] == "under"
-    assert {f["config"]["name"] for f in found["failed"]} == {"nan", "nan bytes"}
+    assert {f["config"]["name"] for f in found["failed"]} == {"nan", "nan bytes", "inf"}
     assert all("must be finite" in f["said"] for f in found["failed"])
     assert found["trials"]["pruned"] == 0
     assert main(["status", name, "--storage", url]) == 0
