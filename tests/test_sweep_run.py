@@ -199,7 +199,8 @@ def test_piped_output_is_a_notebook_even_when_a_cell_writes_to_the_raw_stdout(ti
     path = written(tmp_path / "piped.ipynb", notebook)
     given = {"model": tiny, "items": "4", "families": "[math]", "formats": "int8", "out": str(tmp_path / "runs")}
     flags = [word for name, value in given.items() for word in ("-p", name, value)]
-    done = subprocess.run([*PAPERMILL, str(path), *flags], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command = [*PAPERMILL, str(path), "--execution-timeout", "300", *flags]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     read = nbformat.reads(done.stdout, as_version=4)
     assert "raw words" in done.stderr
