@@ -161,6 +161,16 @@ def store_sums(typingctx, array, at, a, b, c, d):
 
 
 @intrinsic
+def lane_sum(typingctx, x):
+    """The sum over the lanes."""
+
+    def generate(context, builder, signature, args):
+        return builder.extract_element(_sums(builder, *[args[0]] * 4), ir.Constant(_WORD, 0))
+
+    return types.float32(lanes), generate
+
+
+@intrinsic
 def nibbles(typingctx, array, at, step):
     """A block of 4-bit codes as floats: BLOCK_BYTES from `at` on and from places `step`, 2 `step`, ... further.
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from kvlab.kernels.lanes_numba import BLOCK
+from kvlab.kernels.lanes_numba import BLOCK, LANES, fma, lane_sum, load, splat, store
 from kvlab.kernels.records_numba import array_at, pages_of, raw_parts
-from kvlab.kernels.shared_numba import FAST, LEAF, as_float, kept
+from kvlab.kernels.shared_numba import EXACT_LEAF, FAST, LEAF, as_float, kept
 from kvlab.kernels.tiles_numba import (
     aligned,
     by_token,
@@ -90,15 +90,22 @@ def _drift(logits, columns, column, drift, trig, position, at, row, n):
             logits[g * columns + column + t] += term
 
 
-@njit(**LEAF)
+# In an order of its own, whatever the addresses: compilers add up in another where arrays might overlap.
+@njit(**EXACT_LEAF)
 def _weigh(probs, columns, column, steps, shifts, weights, added, n):
     """What to mix codes with, `weights` [G * n], and what the tokens' shifts add to every channel."""
+    whole = n // LANES * LANES
     for g in range(added.shape[0]):
-        p, into, total = g * columns + column, g * n, np.float32(0.0)
-        for t in range(n):
+        p, into, total = g * columns + column, g * n, splat(np.float32(0.0))
+        for t in range(0, whole, LANES):
+            share = load(probs, p + t)
+            store(weights, into + t, fma(share, load(steps, t), splat(np.float32(0.0))))
+            total = fma(share, load(shifts, t), total)
+        rest = lane_sum(total)
+        for t in range(whole, n):
             weights[into + t] = probs[p + t] * steps[t]
-            total += probs[p + t] * shifts[t]
-        added[g] += total
+            rest += probs[p + t] * shifts[t]
+        added[g] += rest
 
 
 @njit(**FAST)

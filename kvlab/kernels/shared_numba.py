@@ -24,6 +24,7 @@ FAST: dict[str, Any] = {
 EXACT: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 # For functions that make no array: counting references of slices took a fifth of a step.
 LEAF: dict[str, Any] = {**FAST, "_nrt": False}
+EXACT_LEAF: dict[str, Any] = {**EXACT, "_nrt": False}
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,8 +96,7 @@ def compare(q: Tensor, stored: Stored | None, raw: list[Any], extras: Extras = P
     torch.testing.assert_close(mass.double(), right_mass, rtol=1e-4, atol=1e-6)
     alone, none = attend_one(q, stored, raw, SCALE, extras, impl="numba")
     assert none is None
-    # Equal calls may differ in the last digits.
-    torch.testing.assert_close(alone, got, rtol=1e-6, atol=1e-6 * max(1.0, float(right.abs().max())))
+    assert torch.equal(alone, got)
     return got, mass
 
 
