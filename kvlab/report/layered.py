@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import pearsonr, spearmanr
 
-LEAST = 1e-7  # nats: below, KL is rounding
+from kvlab.stats.agreement import LEAST, agreement
 
 
 def layers(table: Mapping, alone: Sequence[Mapping], searched: Sequence[Mapping]) -> Iterator[tuple[str, Any, Any]]:
@@ -84,19 +83,6 @@ def _added_up(
         for key, part in (("same_items", own), ("other_items", others)):
             yield f"layers added up, {pair['config_id'][:4]}, {key}", pair[key], mean_kl(part) if part else None
     for key in ("same_items", "other_items"):
-        again = _agreement(pairs, key)
+        again = agreement(pairs, key)
         for name, value in (said.get(key) or {}).items():
             yield f"layers added up, {key}, {name}", value, (again or {}).get(name)
-
-
-def _agreement(pairs: Sequence[Mapping], which: str) -> dict[str, float] | None:
-    both = [(p["predicted"], p[which]) for p in pairs if p[which] is not None]
-    x, y = (np.log(np.maximum([pair[n] for pair in both], LEAST)) for n in (0, 1))
-    if len(both) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None
-    return {
-        "n": len(both),
-        "pearson_log": float(pearsonr(x, y)[0]),  # type: ignore[arg-type]
-        "spearman": float(spearmanr(x, y)[0]),  # type: ignore[arg-type]
-        "median_measured_over_predicted": float(np.exp(np.median(y - x))),
-    }

@@ -14,18 +14,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from scipy.stats import pearsonr, spearmanr
 
 from kvlab.book import ScoreBook
 from kvlab.codecs import Affine, Codec, Raw
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
+from kvlab.stats.agreement import LEAST, agreement
 
 ROLE = "layers"
 # Forks of so many configs are held at once, one item's context each.
 _AT_ONCE = 40
 # KL below this is rounding, and has no logarithm worth correlating.
-_LEAST = 1e-7
 
 
 class UnmeasuredError(RuntimeError):
@@ -160,7 +159,7 @@ def _by_law(found: Mapping[int, float], bits: int) -> float:
 
 
 def _log(kl: float) -> float:
-    return math.log(max(kl, _LEAST))
+    return math.log(max(kl, LEAST))
 
 
 def mean_kl(book: ScoreBook, role: str, items: Sequence[Item], config: KVConfig) -> float:
@@ -190,17 +189,4 @@ def additivity(
         others = [i for i in scored if i not in own]
         whole = [mean_kl(book, role, part, config) if part else None for part in (own, others)]
         pairs.append({"config_id": config.id, "predicted": predicted, "same_items": whole[0], "other_items": whole[1]})
-    return {"n": len(pairs), "pairs": pairs, **{k: _agreement(pairs, k) for k in ("same_items", "other_items")}}
-
-
-def _agreement(pairs: Sequence[Mapping[str, Any]], which: str) -> dict[str, float] | None:
-    both = [(p["predicted"], p[which]) for p in pairs if p[which] is not None]
-    x, y = (np.log(np.maximum([pair[n] for pair in both], _LEAST)) for n in (0, 1))
-    if len(both) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None
-    return {
-        "n": len(both),
-        "pearson_log": float(pearsonr(x, y)[0]),  # type: ignore[arg-type]
-        "spearman": float(spearmanr(x, y)[0]),  # type: ignore[arg-type]
-        "median_measured_over_predicted": float(np.exp(np.median(y - x))),
-    }
+    return {"n": len(pairs), "pairs": pairs, **{k: agreement(pairs, k) for k in ("same_items", "other_items")}}
