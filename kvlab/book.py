@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvlab import room
 from kvlab.config import KVConfig
 from kvlab.evals.item import Item
 from kvlab.evals.subject import ItemScore
 from kvlab.memo import Memo
 from kvlab.progress import Progress
+from kvlab.recorded import record, recorded
 from kvlab.runs import Run
 from kvlab.stopping import Interrupted, StopFlag
 from kvlab.subject import Counters
@@ -57,10 +59,12 @@ class ScoreBook:
         self.items_at_once: int = getattr(subject, "items_at_once", _ITEMS_AT_ONCE)
         self.rows: dict[Key, ItemScore] = {}
         self.failures: dict[str, str] = {}
+        self.configs = recorded(run)
         self.remembered = 0
         self._unsaved: list[dict[str, Any]] = []
         self._unkept: list[tuple[Item, ItemScore]] = []
-        self._saved_at = time.monotonic()
+        self._saved_at = self._begun = time.monotonic()
+        self._worked = 0.0  # seconds at work before a resume
         # A kill may have come between a prefill and the status that counts it; its snapshot is there all the same.
         on_disk = len(list((run.path / "snapshots").glob("*.safetensors")))
         self._prefills_before = max(run.status.get("prefills", 0), on_disk)
@@ -69,12 +73,13 @@ class ScoreBook:
 
     def _load(self) -> None:
         names = {f.name for f in dataclasses.fields(ItemScore)}
-        for record in self.run.rows().to_dict("records"):
-            row: dict[str, Any] = {str(k): None if v != v else v for k, v in record.items() if k in names}
+        for told in self.run.rows().to_dict("records"):
+            row: dict[str, Any] = {str(k): None if v != v else v for k, v in told.items() if k in names}
             row["nll"] = math.nan if row["nll"] is None else row["nll"]  # of generated answers, which force nothing
-            self.rows[(record["role"], row["config_id"], row["item_id"])] = ItemScore(**row)
+            self.rows[(told["role"], row["config_id"], row["item_id"])] = ItemScore(**row)
             # A run that names no other has scored the row itself; older runs have no such column.
-            self.remembered += isinstance(record.get("scored_in"), str)
+            self.remembered += isinstance(told.get("scored_in"), str)
+            self._worked = max(self._worked, told.get("elapsed_s") or 0.0)
 
     @property
     def prefills(self) -> int:
@@ -108,6 +113,7 @@ class ScoreBook:
         Interrupted between items when a stop was asked for.
         """
         wanted = {c.id: c for c in configs}
+        self._tell(wanted)
         if not anew:
             self._recall(role, items, wanted)
         groups: dict[tuple[str, ...], list[Item]] = {}
@@ -118,6 +124,12 @@ class ScoreBook:
         for ids, group in groups.items():
             self._score(role, group, [wanted[i] for i in ids], persist)
         self.save()
+
+    def _tell(self, configs: Mapping[str, KVConfig]) -> None:
+        """Put configs on record, before any row of theirs."""
+        if configs.keys() - self.configs.keys():
+            self.configs |= configs
+            record(self.run, self.configs)
 
     def _recall(self, role: str, items: Sequence[Item], wanted: Mapping[str, KVConfig]) -> None:
         """Take from the memo what it has, noting which run scored it."""
@@ -133,8 +145,9 @@ class ScoreBook:
             self.progress.add()
 
     def _note(self, role: str, config: KVConfig, row: ItemScore, scored_in: str | None) -> None:
-        more = {"role": role, "label": config.label, "scored_in": scored_in}
-        self._unsaved.append(dataclasses.asdict(row) | more)
+        taken, elapsed = room.taken(), self._worked + time.monotonic() - self._begun
+        more = {"role": role, "label": config.label, "scored_in": scored_in, "elapsed_s": round(elapsed, 3)}
+        self._unsaved.append(dataclasses.asdict(row) | more | taken._asdict())
 
     def _score(self, role: str, items: Sequence[Item], configs: list[KVConfig], persist: bool) -> None:
         try:

@@ -4,9 +4,10 @@ here.
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction as Ratio
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -45,6 +46,18 @@ class ModelShape:
         return sum(
             t * s.kv_heads * (s.key_dim + s.value_dim) * itemsize for t, s in zip(held, self.layers, strict=True)
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the dtype's name, and kv_heads, key_dim, value_dim, window of each layer."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "layers": [list(s) for s in self.layers]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "ModelShape":
+        """Inverse of `to_dict`. Raises ValueError for a dtype that torch does not have."""
+        dtype = getattr(torch, str(data["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a model's dtype is one of torch's, such as float16, got {data['dtype']!r}")
+        return cls(tuple(LayerShape(*layer) for layer in data["layers"]), dtype)
 
 
 class Occupancy(NamedTuple):

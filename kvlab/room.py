@@ -1,12 +1,13 @@
-"""Room: memory that is free on a device, and what a forward takes of it. Numbers only; what to do with them is not
-decided here.
+"""Room: memory that is free on a device, what a process holds of it, and what a forward takes. Numbers only; what to do
+with them is not decided here.
 """
 
 import os
+import resource
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,26 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
                 if most != "max":
                     yield int(most) - int((group / used).read_text()) + int(stat.get(idle, 0))
+
+
+class Taken(NamedTuple):
+    """Bytes of memory a process holds: of the host, resident; of GPUs, in tensors, None where it uses none."""
+
+    host_bytes: int
+    device_bytes: int | None
+
+
+def taken(root: Path = Path("/")) -> Taken:
+    """What this process holds now, as Linux says under `root`; elsewhere the most it ever held of the host."""
+    statm = root / "proc/self/statm"
+    if statm.exists():
+        host = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    else:
+        # Bytes on macOS, where there is no statm.
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if not torch.cuda.is_initialized():
+        return Taken(host, None)
+    return Taken(host, sum(torch.cuda.memory_allocated(n) for n in range(torch.cuda.device_count())))
 
 
 def peak(run: Callable[[], Any]) -> int:

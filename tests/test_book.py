@@ -94,6 +94,26 @@ def test_counts_go_on_after_a_resume(tmp_path) -> None:
     assert standin.book(tmp_path, StandIn(SHAPE, harmed), Run.open(first.run.path)).prefills == 7
 
 
+def test_rows_note_when_they_were_scored_and_what_the_process_held(tmp_path, monkeypatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("kvlab.book.time.monotonic", lambda: clock[0])
+
+    def nll(config: KVConfig, item: Item) -> float:
+        clock[0] += 2.0
+        return harmed(config, item)
+
+    first = standin.book(tmp_path, StandIn(SHAPE, nll))
+    first.ensure("search", ITEMS, [BASELINE])
+    assert list(first.run.rows().elapsed_s) == [2.0, 4.0, 6.0]
+    clock[0] = 9000.0  # a night later
+    second = standin.book(tmp_path, StandIn(SHAPE, nll), Run.open(first.run.path))
+    second.ensure("confirm", ITEMS[:1], [BASELINE])
+    rows = second.run.rows()
+    assert list(rows.elapsed_s) == [2.0, 4.0, 6.0, 8.0]
+    assert rows.host_bytes.between(1 << 20, 1 << 45).all()
+    assert rows.device_bytes.isna().all()
+
+
 def test_a_second_signal_aborts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopFlag() as stop:

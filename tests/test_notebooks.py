@@ -57,6 +57,11 @@ FIGURES = {
     "05_read_a_run": {"read-figure", "flips", "hardest", "compare"},
 }
 SMALLER = {"items": 2, "families": "retrieval"}
+# What a kernel says of itself, and would change with every version.
+LANGUAGE = {
+    "codemirror_mode": {"name": "ipython", "version": 3}, "file_extension": ".py", "mimetype": "text/x-python",
+    "nbconvert_exporter": "python", "pygments_lexer": "ipython3", "version": "3.99.1",
+}  # fmt: skip
 LONGEST = 180  # seconds a cell may take
 
 
@@ -106,6 +111,7 @@ def test_stripped_after_a_run_they_are_as_committed(tmp_path):
     for path in paths:
         notebook = read(path)
         notebook.metadata["papermill"] = {"output_path": "/home/me/done.ipynb", "exception": True, "duration": math.nan}
+        notebook.metadata["language_info"] |= LANGUAGE
         notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
         for cell in notebook.cells:
             cell.metadata |= {"papermill": {"status": "completed"}, "execution": {"iopub.execute_input": "2026"}}

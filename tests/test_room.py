@@ -1,5 +1,6 @@
 """Free memory, as a made-up host says it; and the most that a computation holds, counted by hand."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,22 @@ def test_where_nothing_says_what_is_free_it_is_half_of_the_memory(tmp_path) -> N
 
 def test_here_some_memory_is_free() -> None:
     assert 1 << 20 < room.available(torch.device("cpu")) < 1 << 45
+
+
+def test_what_a_process_holds(tmp_path) -> None:
+    before = room.taken()
+    held = torch.ones(8 << 20)  # 32 MiB, written to
+    after = room.taken()
+    assert after.host_bytes - before.host_bytes > 24 << 20
+    assert after.device_bytes is None
+    del held
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/statm").write_text("900 7 3 1 0 5 0\n")
+    assert room.taken(tmp_path).host_bytes == 7 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_where_nothing_says_what_a_process_holds_it_is_the_most_it_ever_did(tmp_path) -> None:
+    assert room.taken(tmp_path).host_bytes >= 1 << 10
 
 
 def test_the_peak_counts_what_is_held_at_the_same_time() -> None:

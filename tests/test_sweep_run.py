@@ -1,8 +1,10 @@
 """Sweeps that really run, on a tiny model: the documents, a resumed run, the notebook under papermill, its wrapper."""
 
+import copy
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -325,9 +327,19 @@ def test_only_a_done_run_counts_as_shown(tmp_path, run):
 
 
 def test_the_page_of_a_notebook_asks_no_network():
-    page = to_html(bare(["1 + 1"]))
-    assert 'src="http' not in page
-    assert 'href="http' not in page
+    plain, controls = bare(["1 + 1"]), bare(["browse()"])
+    view = {"version_major": 2, "version_minor": 0, "model_id": "ab12"}
+    data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": "a slider"}
+    controls.cells[0].outputs = [new_output("display_data", data)]
+    state = {"ab12": {"model_module": "@jupyter-widgets/controls", "model_name": "IntSliderModel", "state": {}}}
+    held = {"state": state, "version_major": 2, "version_minor": 0}
+    controls.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": held}
+    before = copy.deepcopy(controls)
+    for notebook in (plain, controls):
+        page = to_html(notebook)
+        assert not re.search(r"""(src|href)=["']https?:|https?://[^"' ]*(cdn|unpkg|jsdelivr)""", page)
+    assert "a slider" in page
+    assert controls == before
 
 
 @pytest.mark.slow

@@ -316,7 +316,7 @@ def table(document: Mapping[str, Any]) -> str:
 
 def write(document: Mapping[str, Any], folder: Path) -> None:
     """decode.json and the figure, each whole or not at all."""
-    from kvlab.report.figures import decode_times
+    from kvlab.report.figures.decoding import decode_times
 
     write_whole(folder / "decode.json", json.dumps(document, indent=1, allow_nan=False).encode())
     if any(r["ms_per_token"] is not None for r in document["rows"]):

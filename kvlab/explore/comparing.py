@@ -181,9 +181,9 @@ def compare_runs(first: Run, second: Run) -> Picture:
     """Every arm of two runs against the full cache of its own run, on the items both judged.
 
     The table has one line for each run, arm and family: `n`, `base` and `score`, `lost` and `gained` answers,
-    `diff_points` with its two-sided 90 % interval (score interval of the paired difference). The full cache of the
-    second run against that of the first comes first: it must not flip. Raises ValueError for runs that judged different
-    items or used different weights.
+    `diff_points` with its two-sided 90 % interval (score interval of the paired difference; none of one item). The full
+    cache of the second run against that of the first comes first: it must not flip. Raises ValueError for runs that
+    judged different items or used different weights.
     """
     for what, ours, theirs in (
         ("items", _items_hash(first), _items_hash(second)),
@@ -215,9 +215,10 @@ def _arm(run: str, label: str, base: Mapping[str, Mapping], arm: Mapping[str, Ma
     rows = []
     for family, part in split(_paired(base, arm), "family").items():
         n, lost, gained = len(part), *(sum(row["outcome"] == word for row in part) for word in OUTCOMES[1:3])
-        low, high = stats.tango_interval(lost, gained, n)
+        # Of one item there is no interval.
+        low, high = (100 * end for end in stats.tango_interval(lost, gained, n)) if n > 1 else (None, None)
         scores = {"base": mean(part, "base"), "score": mean(part, "score")}
-        points = {"diff_points": 100 * (gained - lost) / n, "low_points": 100 * low, "high_points": 100 * high}
+        points = {"diff_points": 100 * (gained - lost) / n, "low_points": low, "high_points": high}
         rows.append(
             {"run": run, "config": label, "family": family, "n": n, **scores, "lost": lost, "gained": gained, **points}
         )
@@ -233,11 +234,13 @@ def _forest(rows: Sequence[dict[str, Any]]) -> Figure:
         ax.axvline(0, color=INK.text, linewidth=1)
         for row in part:
             y, look = places.index((row["run"], row["config"])), looks[row["run"]]
-            ax.plot([row["low_points"], row["high_points"]], [y, y], color=look["color"], linewidth=1.6)
+            if row["low_points"] is not None:
+                ax.plot([row["low_points"], row["high_points"]], [y, y], color=look["color"], linewidth=1.6)
             ax.plot(row["diff_points"], y, markersize=7, linestyle="none", **look)
         name(ax, f"{family}, n = {part[0]['n']}")
         if n == 0:
             ax.set_yticks(range(len(places)), [f"{config} ({run})" for run, config in places])
             ax.invert_yaxis()
-    figure.supxlabel("difference to the full cache, points, with 90% interval", fontsize=9, color=INK.text)
+    ends = ", with 90% interval" if all(row["n"] > 1 for row in rows) else "; one item gives no interval"
+    figure.supxlabel(f"difference to the full cache, points{ends}", fontsize=9, color=INK.text)
     return figure

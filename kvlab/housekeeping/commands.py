@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlab.housekeeping.room import Plan, Thing
+    from kvlab.runs import Run
 
 
 def ls(rest: Sequence[str]) -> int:
@@ -41,10 +42,12 @@ def show(rest: Sequence[str]) -> int:
     """Say what a run is."""
     p = argparse.ArgumentParser(
         prog="python -m kvlab show",
-        description="Say what a run is: settings, state, verdict, counters, files. Reads only.",
+        description="Say what a run is: settings, state, verdict, counters, files; or a config it scored. Reads only.",
     )
     _named(p, "RUN", 1)
-    p.add_argument("--json", action="store_true", help="print one JSON document (kvlab.show/1)")
+    one = "print this config instead, as TOML that can be run again: an id, the beginning of one, or a label"
+    p.add_argument("--config", metavar="NAME", help=one)
+    p.add_argument("--json", action="store_true", help="print one JSON document (kvlab.show/1, or the config)")
     args = p.parse_args(rest)
     from kvlab.housekeeping import shown
     from kvlab.runs import Run, plain
@@ -53,11 +56,24 @@ def show(rest: Sequence[str]) -> int:
         run = Run.open(args.run[0], root=args.root)
     except (OSError, ValueError) as error:
         return _fail(error, 2)
+    if args.config is not None:
+        return _show_config(run, args)
     try:
         found = plain(shown.about(run), "show")
     except (OSError, ValueError, KeyError) as error:
         return _fail(error, 1)
     print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else shown.text(found))
+    return 0
+
+
+def _show_config(run: "Run", args: argparse.Namespace) -> int:
+    from kvlab.recorded import named
+
+    try:
+        config = named(run, args.config)
+    except (OSError, ValueError) as error:
+        return _fail(error, 2)
+    print(f"{config.to_json()}\n" if args.json else f"# {config.label}, {config.id}\n{config.to_toml()}", end="")
     return 0
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import pandas as pd
@@ -19,6 +19,9 @@ from kvlab.report.shown import labels_of, result_document
 from kvlab.runs import Run
 from kvlab.show import result as shown
 from kvlab.sweep.places import default_root
+
+if TYPE_CHECKING:
+    from kvlab.config import KVConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +58,13 @@ class LoadedRun:
     def rows(self) -> pd.DataFrame:
         """Every item row."""
         return self.run.rows()
+
+    def config(self, name: str) -> "KVConfig":
+        """A config that the run scored, by id, beginning of an id, or label, ready to be attached or scored again."""
+        # Configs need torch, which looking at a run does not.
+        from kvlab.recorded import named
+
+        return named(self.run, name)
 
     @property
     def figure(self) -> Image:

@@ -8,11 +8,12 @@ usage, or runs that must not be compared.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvlab.report.check import Checked
     from kvlab.runs import Run
 
 _EXAMPLES = """examples:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         return _fail(error, 2)
     if args.check:
-        return max(_check(run) for run in runs)
+        return _check(runs, args)
     return _one(runs[0], args) if len(runs) == 1 else _several(runs, args)
 
 
@@ -72,7 +73,7 @@ def _several(runs: list["Run"], args: argparse.Namespace) -> int:
         return _fail(error, 2)
     except (document.IncompleteError, ValueError, OSError) as error:
         return _fail(error, 1)
-    out = args.out or args.root / f"comparison-{'-'.join(run.hash8 for run in runs)}"
+    out = args.out or _beside(runs, args.root)
     try:
         files = beside.write(runs, found, out)
     except OSError as error:
@@ -96,24 +97,48 @@ def _unfinished(results: Sequence[dict], args: argparse.Namespace) -> int:
     return 0 if args.partial else 1
 
 
-def _check(run: "Run") -> int:
-    from kvlab.report import document
-    from kvlab.report.check import check, sentence
+def _check(runs: list["Run"], args: argparse.Namespace) -> int:
+    """Every run; then, of several, the page that compares them, where there is one."""
+    from kvlab.report.check import check, check_comparison
+
+    # A program stands on top: sizes at the workload follow from configs, which reports know nothing of.
+    from kvlab.search.recount import sizes
+
+    single = args.out if len(runs) == 1 else None
+    codes = [_told(run.path.name, lambda run=run: check(run, single, sizes=sizes)) for run in runs]
+    if len(runs) > 1:
+        out = args.out or _beside(runs, args.root)
+        if args.out or (out / "report.html").exists():
+            codes.append(_told(out.name, lambda: check_comparison(runs, out)))
+        else:
+            print(f"no page compares these runs in {out}: nothing to hold against them", file=sys.stderr)
+    return max(codes)
+
+
+def _told(name: str, checked: Callable[[], "Checked"]) -> int:
+    """Say what was found, wrong figures first."""
+    from kvlab.report.check import sentence
+    from kvlab.report.document import IncompleteError
 
     try:
-        found = check(run)
-    except (document.IncompleteError, ValueError, KeyError, OSError) as error:
+        found = checked()
+    except (IncompleteError, ValueError, KeyError, OSError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
-        return _fail(ValueError(f"{run.path.name} cannot be checked: {why}"), 1)
+        return _fail(ValueError(f"{name} cannot be checked: {why}"), 1)
     for figure in found.wrong[:_MOST]:
-        print(f"{run.path.name}: {sentence(figure)}")
+        print(f"{name}: {sentence(figure)}")
     if len(found.wrong) > _MOST:
-        print(f"{run.path.name}: and {len(found.wrong) - _MOST} more")
+        print(f"{name}: and {len(found.wrong) - _MOST} more")
     if found.code:
-        print(f"{run.path.name}: {found.code}")
+        print(f"{name}: {found.code}")
     right = found.figures - len(found.wrong)
-    print(f"{run.path.name}: {right} of {found.figures} figures are what the rows give")
+    print(f"{name}: {right} of {found.figures} figures are what the rows give")
     return 1 if found.wrong else 0
+
+
+def _beside(runs: list["Run"], root: Path) -> Path:
+    """Where the comparison of these runs lies unless told otherwise."""
+    return root / f"comparison-{'-'.join(run.hash8 for run in runs)}"
 
 
 def _piped(args: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ COLUMNS = {
     "measured": ("measured", lambda v: "yes" if v else "by law"),
     "bytes": ("bytes", doc.size),
     "tokens": ("tokens", lambda v: f"{v:,.0f}"),
+    "seconds": ("seconds", lambda v: f"{v:,.1f}"),
     "share": ("share", lambda v: f"{100 * v:.1f}%"),
     "holds": ("holds", lambda v: "yes" if v else "not shown"),
     "config_verdict": ("its verdict", str),

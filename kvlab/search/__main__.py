@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace, given: dict[str, Any], request: Request | Non
             run = engine.start(session, args.out)
         else:
             engine.check_resumable(session, run)
-        print(f"run: {run.path}", file=sys.stderr)
+        print(f"run: {run.path}\n{engine.forecast(run)}", file=sys.stderr)
         share = sharing.start(session, run, storage, args.study) if storage else None
         if share:
             print(f"study: {share.board.name}; others join with: {share.invitation}", file=sys.stderr)

@@ -115,6 +115,7 @@ def model(loaded: Loaded, shape: ModelShape, compressed: Sequence[int]) -> dict[
         "head_dim": loaded.head_dim,
         "trained_context": loaded.trained_context,
         "raw_bytes_per_token": shape.raw_bytes(1),
+        "shape": shape.to_dict(),
     }
 
 

@@ -38,6 +38,7 @@ from kvlab.snapshot import SnapshotStore
 from kvlab.subject import BASELINE, LocalSubject, snapshot_identity
 
 SLUG = "search"
+_PATIENCE = 1.25  # times the minutes asked for; what is planned above that is said
 
 
 @dataclass(slots=True)
@@ -196,9 +197,15 @@ def dry_run(session: Session) -> dict[str, Any]:
         "margin": confirm.Margin.planned(sizes.confirm_items).to_dict(),
         "speed": {k: round(v, 4) for k, v in dataclasses.asdict(speed).items()},
         "threads": threads,
-        "estimated_s": round(sizes.seconds(speed, len(request.families), len(describe), **_costs(session))),
+        "estimated_s": _estimated(session, sizes, speed),
         "notes": session.notes(None),
     }
+
+
+def _estimated(session: Session, sizes: Sizes, speed: Speed) -> int:
+    """Seconds that the stages will take at this speed."""
+    anchors = len(session.space.anchors())
+    return round(sizes.seconds(speed, len(session.request.families), anchors, **_costs(session)))
 
 
 def _size_row(session: Session, config: KVConfig) -> dict[str, Any]:
@@ -231,12 +238,26 @@ def start(session: Session, root: Path) -> Run:
         "device": session.loaded.device,
         "sanity": session.sanity,
         "speed": dataclasses.asdict(speed),
+        "estimated_s": _estimated(session, sizes, speed),
         "evalset": {
             split: session.items(split, n).sha256
             for split, n in (("search", sizes.search_items), ("confirm", sizes.confirm_items))
         },
     }
     return Run.create(root, SLUG, config, extra_provenance=extra)
+
+
+def forecast(run: Run) -> str:
+    """How long a run was planned to take when it was made, and what to do where that is more than was asked for."""
+    made, asked = run.read_json("provenance.json"), run.config["request"]["minutes"]
+    planned = f"planned: about {made['estimated_s'] / 60:.1f} minutes"
+    if made["estimated_s"] <= _PATIENCE * 60 * asked:
+        return planned
+    speed = made["speed"]
+    return (
+        f"{planned}, not {asked:g}: a prefill takes {speed['prefill_s']:.2g} s and a score {speed['row_s']:.2g} s here "
+        "now, and a verdict needs so many. A machine with less to do is faster; --items and --trials ask for less"
+    )
 
 
 def _previous_best(session: Session, root: Path) -> KVConfig | None:

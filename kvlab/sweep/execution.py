@@ -87,7 +87,13 @@ def to_html(notebook: nbformat.NotebookNode) -> str:
     exporter = HTMLExporter(
         template_name="classic", require_js_url="", mathjax_url="", jquery_url="", mermaid_js_url=""
     )
-    body, _ = exporter.from_notebook_node(notebook)
+    # Controls would be drawn by a script from elsewhere; whatever has controls has a picture beside them.
+    still = nbformat.from_dict(notebook)
+    still.metadata.pop("widgets", None)
+    for cell in still.cells:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+    body, _ = exporter.from_notebook_node(still)
     return body
 
 

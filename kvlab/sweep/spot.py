@@ -36,7 +36,7 @@ def run_search(
         session.memo = None
     run = _unfinished(session, root) or engine.start(session, root)
     with live_stderr() as stream:
-        print(f"run: {run.path}", file=stream)
+        print(f"run: {run.path}\n{engine.forecast(run)}", file=stream)
         lines = partial(_lines, stream, quiet)
         engine.execute(session, run, show=show or lines)
     write(run)

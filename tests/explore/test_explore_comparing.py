@@ -2,6 +2,7 @@
 
 import warnings
 
+import pandas as pd
 import pytest
 
 from kvlab import explore, stats
@@ -115,6 +116,22 @@ def test_the_intervals_drawn_are_those_of_the_table(run, tmp_path):
         right = [tuple(100 * end for end in stats.tango_interval(*c)) for c in counts]
         assert [tuple(bar) for bar in bars] == [pytest.approx(ends) for ends in right]
         assert list(zip(own["low_points"], own["high_points"], strict=True)) == [pytest.approx(e) for e in right]
+
+
+def test_one_item_gives_no_interval_and_says_so(run, tmp_path):
+    def alone(name, arms):
+        source = write(tmp_path / name, arms)
+        (part, *more) = sorted((source.path / "items").glob("part-*.parquet"))
+        frames = [pd.read_parquet(path) for path in (part, *more)]
+        for path, frame in zip((part, *more), frames, strict=True):
+            frame.groupby("family", as_index=False).head(1).to_parquet(path)
+        return source
+
+    picture = explore.compare_runs(alone("one", {"int8": {0: (0.0, 2.0)}}), alone("two", {"int4": {}}))
+    assert set(picture.table["n"]) == {1}
+    assert picture.table["low_points"].isna().all()
+    assert not [line for ax in picture.figure.axes for line in ax.lines if line.get_linewidth() == 1.6]
+    assert "one item gives no interval" in picture.figure.get_supxlabel()
 
 
 def test_nothing_drawn_is_on_its_way_out(run, tmp_path):

@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from kvlab.__main__ import main
+from kvlab.codecs import Affine
+from kvlab.config import KVConfig
+from kvlab.recorded import record
 from kvlab.runs import Run
 
 
@@ -54,6 +57,19 @@ def test_a_finished_run_shows_its_verdict(run, tmp_path, capsys):
     assert (found["counters"], found["wall_s"], found["margin"]["n"]) == ({"items": 9}, 12.5, 99)
     assert found["files"]["result.json"] > 10
     assert main(["show", "nothing", "--root", str(tmp_path)]) == 2
+
+
+def test_a_config_of_a_run_is_shown_so_that_it_can_be_run_again(run, capsys):
+    config = KVConfig(key=Affine(bits=4), value=Affine(bits=2))
+    record(run, {config.id: config})
+    assert main(["show", str(run.path), "--config", config.id[:6]]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"# {config.label}, {config.id}\n")
+    assert KVConfig.from_toml(printed) == config
+    assert main(["show", str(run.path), "--config", config.label, "--json"]) == 0
+    assert KVConfig.from_json(capsys.readouterr().out) == config
+    assert main(["show", str(run.path), "--config", "int9"]) == 2
+    assert f"scored no config 'int9'; nearest is '{config.label}'" in capsys.readouterr().err
 
 
 def test_compare_needs_two_runs_that_are_alike(run, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -127,6 +128,80 @@ def test_a_changed_row_is_named(copied, capsys, role, column, value, words):
 def test_a_changed_figure_of_the_document_is_named(copied, capsys, keys, value, words):
     change(copied, *keys, value=value)
     assert words in named(copied, capsys)
+
+
+def test_a_size_that_only_the_formula_contradicts_is_named(copied, capsys):
+    """Bytes, parts, conversations and bits changed together agree with each other, and are wrong."""
+    own = copied.read_json("result.json")
+    entry, load = own["finalists"][0], own["workload"]
+    size = entry["workload_bytes"] - 4096
+    change(copied, "finalists", 0, "workload_bytes", value=lambda _: size)
+    change(copied, "finalists", 0, "streams", "K", value=lambda x: x - 4096)
+    change(copied, "finalists", 0, "sessions", value=lambda _: own["budget_bytes"] // (size // load["concurrency"]))
+    bits = round(16 * size / (own["model"]["raw_bytes_per_token"] * load["context"] * load["concurrency"]), 4)
+    change(copied, "finalists", 0, "workload_effective_bits", value=lambda _: bits)
+    said = named(copied, capsys)
+    assert f"sizes by formula, {entry['label']}, workload_bytes: printed {size}, the rows give {size + 4096}" in said
+    assert f"sizes by formula, {entry['label']}, K: printed" in said
+    assert "\nsizes, " not in said
+
+
+def test_predicted_bytes_of_rows_follow_from_the_config_on_record(copied, capsys):
+    change_row(copied, "layers", "predicted_bytes", lambda b: b + 7)
+    assert re.search(r"rows, .* tokens, predicted: printed", named(copied, capsys))
+
+
+def test_a_config_that_is_not_on_record_is_named(copied, capsys):
+    told = copied.read_json("configs.json")
+    gone = copied.read_json("result.json")["finalists"][0]["config_id"]
+    del told["configs"][gone]
+    (copied.path / "configs.json").write_text(json.dumps(told))
+    assert f"config on record: printed {gone}, the rows give nothing" in named(copied, capsys)
+
+
+def test_a_page_elsewhere_is_checked_where_it_was_written(copied, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([str(copied.path), "--out", str(out)]) == 0
+    assert main([str(copied.path), "--out", str(out), "--check"]) == 0
+    page = out / "report.html"
+    page.write_text(page.read_text().replace("<td>0.000</td>", "<td>0.900</td>", 1))
+    assert main([str(copied.path), "--check"]) == 0
+    assert main([str(copied.path), "--out", str(out), "--check"]) == 1
+    assert "report.html, " in capsys.readouterr().out
+
+
+def test_a_comparison_is_checked_too(found, tmp_path, capsys):
+    root, out = tmp_path / "runs", tmp_path / "out"
+    stamp, rest = found.name.split("-", 1)
+    runs = [str(shutil.copytree(found, root / f"{stamp[:-2]}{n}Z-{rest}")) for n in range(2)]
+    for run in runs:
+        Run(Path(run)).write_json("result.json", Run(Path(run)).read_json("result.json") | {"run": run})
+    flags = [*runs, "--root", str(root)]
+    assert main([*flags, "--check"]) == 0
+    assert "no page compares these runs" in capsys.readouterr().err
+    assert main([*flags, "--out", str(out), "--check"]) == 1
+    assert "out cannot be checked: [Errno 2]" in capsys.readouterr().err
+    assert main([*flags, "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main([*flags, "--out", str(out), "--check"]) == 0
+    counted = re.findall(r"(\d+) of (\d+) figures", capsys.readouterr().out)
+    assert len(counted) == 3
+    assert int(counted[2][0]) > 200
+    page, paper = out / "report.html", out / "report.md"
+    whole = page.read_text()
+    top, folded = whole.split('<details class="run">', 1)
+    for changed in (
+        top.replace("<td>+0.0</td>", "<td>+9.0</td>", 1) + '<details class="run">' + folded,
+        top + '<details class="run">' + folded.replace("<td>0.000</td>", "<td>0.900</td>", 1),
+    ):
+        assert changed != whole
+        page.write_text(changed)
+        assert main([*flags, "--out", str(out), "--check"]) == 1
+        assert "out: comparison, " in capsys.readouterr().out
+    page.write_text(whole)
+    paper.write_text(paper.read_text().replace("| +0.0 |", "| +9.0 |", 1))
+    assert main([*flags, "--out", str(out), "--check"]) == 1
+    assert "out: report.md, Differences on shared items" in capsys.readouterr().out
 
 
 def test_a_changed_page_is_named(copied, capsys):

@@ -13,11 +13,13 @@ import pytest
 from kvlab.report.figures import (
     budget_curve,
     bytes_by_stream,
+    caption,
     decode_times,
     family_panels,
     flips_matrix,
     layer_map,
     memory_of_decode,
+    memory_of_process,
     memory_of_rows,
     memory_over_time,
     of_run,
@@ -245,6 +247,47 @@ def test_memory_has_log_bytes_and_the_raw_cache(all_drawn):
     assert [line.get_ydata()[0] * unit_of([5e3])[0] for line in dotted] == [5e3]
     with pytest.raises(ValueError, match="need rows of cache, bytes"):
         memory_over_time(pd.DataFrame({"cache": []}))
+
+
+def test_memory_of_a_run_is_the_most_of_every_moment(search):
+    noted = pd.DataFrame(
+        {
+            "elapsed_s": [1.0, 2.0, 2.0, 400.0],
+            "host_bytes": [10 << 20, 30 << 20, 20 << 20, 5 << 20],
+            "device_bytes": None,
+        }
+    )
+    drawing = memory_of_process(noted)
+    assert drawing.title == "Memory over time"
+    assert drawing.table.to_dict("records") == [
+        {"memory": "host, resident", "seconds": at, "bytes": size << 20}
+        for at, size in ((1.0, 10), (2.0, 30), (400.0, 5))
+    ]
+    (line,) = drawing.figure().axes[0].lines
+    assert list(line.get_xdata()) == [1.0, 2.0, 400.0]
+    assert "host, resident 5.24 MB" in drawing.alt
+    both = memory_of_process(noted.assign(device_bytes=[None, 7.0, 9.0, None]))
+    assert both.table[both.table["memory"] == "GPU, in tensors"][["seconds", "bytes"]].to_numpy().tolist() == [
+        [2.0, 9.0]
+    ]
+    many = pd.DataFrame({"elapsed_s": range(10_000), "host_bytes": range(1, 10_001), "device_bytes": None})
+    assert len(memory_of_process(many).table) == 200
+    assert memory_of_process(many).table["bytes"].iloc[-1] == 10_000
+    for empty in (rows(), noted.assign(elapsed_s=None), noted.head(0)):
+        with pytest.raises(ValueError, match="nothing to draw: these rows note no time"):
+            memory_of_process(empty)
+    assert list(of_run(search, noted.assign(config_id="other")))[-1] == "process"
+
+
+def test_what_does_not_fit_is_counted_in_words(search):
+    over = [e for e in search["finalists"] if e["workload_bytes"] > search["budget_bytes"]]
+    searched = {e["config_id"]: e for e in [*search["anchors"], *search["trials"]]}
+    apart = sum(e["workload_bytes"] > search["budget_bytes"] for e in searched.values() if e.get("workload_bytes"))
+    counted = sum(bool(e.get("workload_bytes")) for e in searched.values())
+    said = f"{len(over)} of {len(search['finalists'])} confirmed and {apart} of {counted} searched."
+    assert apart > 0
+    assert f"Grey crosses exceed the budget of 6.00 GB (5.59 GiB): {said}" in caption(search)
+    assert "Grey crosses" not in caption(search | {"budget_bytes": None})
 
 
 def test_a_run_has_the_figures_it_has_numbers_for(search, sweep):

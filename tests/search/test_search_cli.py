@@ -1,6 +1,7 @@
 """`python -m kvlab.search` as a person runs it: what it prints, what it leaves behind, how it ends."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from kvlab.config import KVConfig
 from kvlab.runs import Run
+from kvlab.search import engine
 from kvlab.search.__main__ import main
 from kvlab.subject import LocalSubject
 
@@ -111,9 +113,21 @@ def test_the_run_folder_is_complete_and_keeps_no_snapshots(finished) -> None:
 def test_progress_goes_to_stderr(finished) -> None:
     lines = finished.err.splitlines()
     assert lines[0] == f"run: {finished.run.path}"
+    assert re.match(r"planned: about \d+\.\d minutes", lines[1])
     assert lines[-1] == f"report: {finished.run.path / 'report.html'}"
     assert "Traceback" not in finished.err
     assert "Warning" not in finished.err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(450, "7.5 minutes"), (1320, "22.0 minutes, not 6: a prefill takes 2.5 s")]
+)
+def test_a_plan_that_overruns_says_so_before_it_begins(tmp_path, seconds, words) -> None:
+    made = {"speed": {"prefill_s": 2.5, "row_s": 0.25}, "estimated_s": seconds}
+    run = Run.create(tmp_path, "search", {"request": {"minutes": 6.0}}, extra_provenance=made)
+    said = engine.forecast(run)
+    assert said.startswith(f"planned: about {words}")
+    assert ("--items and --trials ask for less" in said) == (seconds > 450)
 
 
 # -- other ends --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from kvlab.report import document as doc
 from kvlab.report.figures.budgets import budget_curve
 from kvlab.report.figures.drawing import Drawing
 from kvlab.report.figures.flips import flips_matrix
-from kvlab.report.figures.growth import memory_of_rows
+from kvlab.report.figures.growth import memory_of_process, memory_of_rows
 from kvlab.report.figures.multiples import family_panels
 from kvlab.report.figures.parts import bytes_by_stream, streams_of
 from kvlab.report.figures.sensitivity import layer_map
@@ -35,6 +35,8 @@ def _all(result: Mapping, rows: pd.DataFrame | None) -> Iterator[Drawing]:
     labels = {e["config_id"]: e["label"] for e in _others(result)}
     if rows is not None and len(rows) and labels:
         yield from _if(lambda: memory_of_rows(rows, labels))
+    if rows is not None and len(rows):
+        yield from _if(lambda: memory_of_process(rows))
 
 
 def _others(result: Mapping) -> list[dict]:

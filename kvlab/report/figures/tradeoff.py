@@ -88,10 +88,18 @@ def caption(result: Mapping) -> str:
             "joins the best of those that saw all items."
         )
     if result.get("budget_bytes") is not None:
-        parts.append(f"Grey crosses exceed the budget of {doc.size(result['budget_bytes'])}.")
+        parts.append(f"Grey crosses exceed the budget of {doc.size(result['budget_bytes'])}: {_over(result)}.")
     if result.get("seed") is not None:
         parts.append(f"Seed {result['seed']}.")
     return " ".join(parts)
+
+
+def _over(result: Mapping) -> str:
+    """How many configs do not fit, of those that each row draws."""
+    rows = {"confirmed": doc.judged(result), "searched": doc.searched(result)}
+    sized = {name: [e for e in entries if _has_size(e)] for name, entries in rows.items() if entries}
+    counted = {name: (sum(not doc.fits(result, e) for e in own), len(own)) for name, own in sized.items()}
+    return " and ".join(f"{over} of {n} {name}" for name, (over, n) in counted.items()) or "none was scored"
 
 
 def alt(result: Mapping) -> str:

@@ -1,0 +1,50 @@
+"""The configs of a run by id: what the `config_id` of every row stands for, so that each can be run again.
+
+`configs.json` (schema kvlab.configs/1) is written before the first row of a config is.
+"""
+
+import difflib
+from collections.abc import Mapping
+
+from kvlab.config import KVConfig
+from kvlab.runs import Run
+
+SCHEMA = "kvlab.configs/1"
+_FILE = "configs.json"
+
+
+def record(run: Run, configs: Mapping[str, KVConfig]) -> None:
+    """Write all configs of a run, by id."""
+    told = {key: {"label": config.label, "config": config.to_dict()} for key, config in configs.items()}
+    run.write_json(_FILE, {"schema": SCHEMA, "configs": told})
+
+
+def recorded(run: Run) -> dict[str, KVConfig]:
+    """Every config of a run that has got as far as scoring one, by id; empty where none is on record.
+
+    Raises ValueError for a config that does not have the id it is filed under.
+    """
+    if not (run.path / _FILE).exists():
+        return {}
+    found = {key: KVConfig.from_dict(told["config"]) for key, told in run.read_json(_FILE)["configs"].items()}
+    for key, config in found.items():
+        if config.id != key:
+            raise ValueError(f"config {key} in {run.path / _FILE} has the id {config.id}: it was edited after the run")
+    return found
+
+
+def named(run: Run, name: str) -> KVConfig:
+    """The config of a run with this id, beginning of an id (4 digits at least) or label.
+
+    Raises ValueError naming the nearest where there is none, or all where there are several.
+    """
+    configs = recorded(run)
+    found = [c for c in configs.values() if name in (c.id, c.label) or (len(name) >= 4 and c.id.startswith(name))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{name!r} is {len(found)} configs of {run.path.name}: {', '.join(c.id for c in found)}")
+    known = [word for config in configs.values() for word in (config.label, config.id)]
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.0)
+    hint = f"nearest is {near[0]!r}" if near else "it has no config on record"
+    raise ValueError(f"{run.path.name} scored no config {name!r}; {hint}")
