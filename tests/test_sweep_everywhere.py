@@ -139,6 +139,7 @@ def test_papermill_runs_it(name, executed):
     assert json.loads(json.dumps(cells["result"].outputs[0].data[MIME])) == found.result
     assert not [o for c in read.cells for o in c.get("outputs", []) if o.output_type == "error"]
     assert "widgets" not in read.metadata
+    assert report([str(found.path), "--check"]) == 0
     # the figures it shows lie in the run folder too
     for figure in {"losses", "curves"} & set(cells):
         assert {p.suffix for p in (found.path / "figures").glob(f"{figure}.*")} == {".png", ".svg"}

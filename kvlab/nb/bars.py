@@ -4,13 +4,13 @@ No widget: a bar is one output with an id, so that a notebook opened again shows
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from kvlab.progress import Moment, Progress, form
+from kvlab.progress import Moment, Progress
 from kvlab.runs import Run
 from kvlab.show.page import esc
-from kvlab.sweep.kernel import in_kernel
+from kvlab.sweep.kernel import in_kernel, watched
 
 _BOX = (
     "display:inline-block;width:16em;height:.7em;vertical-align:baseline;margin-right:.6em;"
@@ -35,16 +35,6 @@ def progress(total: int, *, quiet: bool = False, listener: Callable[[], None] | 
 def shown(run: Run, total: int) -> Progress:
     """What `run_sweep`, `run_search` and the search's `execute` take as `show`: the bar alone."""
     return progress(total)
-
-
-def watched(environ: Mapping[str, str]) -> bool:
-    """Whether a person looks at this kernel's notebook: Jupyter and VS Code say so, papermill and nbmake do not.
-
-    KVLAB_PROGRESS=bar asks for the bar, plain and 0 for none.
-    """
-    if asked := environ.get("KVLAB_PROGRESS"):
-        return form(environ, terminal=False) == "bar" and asked == "bar"
-    return bool(environ.get("JPY_SESSION_NAME") or environ.get("VSCODE_PID"))
 
 
 def bundle(moment: Moment) -> dict[str, Any]:

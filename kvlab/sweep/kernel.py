@@ -4,11 +4,13 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from IPython.core.getipython import get_ipython
 from tqdm import TqdmWarning
+
+from kvlab.progress import form
 
 
 def notebook_setup() -> None:
@@ -29,12 +31,24 @@ def in_kernel() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
+def watched(environ: Mapping[str, str]) -> bool:
+    """Whether a person looks at this kernel's notebook: Jupyter and VS Code say so, papermill and nbmake do not.
+
+    KVLAB_PROGRESS=bar asks for the bar, plain and 0 for none.
+    """
+    if asked := environ.get("KVLAB_PROGRESS"):
+        return form(environ, terminal=False) == "bar" and asked == "bar"
+    return bool(environ.get("JPY_SESSION_NAME") or environ.get("VSCODE_PID"))
+
+
 @contextlib.contextmanager
-def live_stderr() -> Iterator[TextIO]:
-    """A stream to file descriptor 2: under papermill it reaches both the notebook and the terminal, sys.stderr only
-    the notebook."""
+def telling() -> Iterator[TextIO]:
+    """A stream for what a person may want to know meanwhile: stderr; of a watched notebook stdout, where stderr looks
+    like an error; of any other file descriptor 2, which under papermill reaches both the notebook and the terminal."""
     if not in_kernel():
         yield sys.stderr
-        return
-    with os.fdopen(os.dup(2), "w", buffering=1) as stream:
-        yield stream
+    elif watched(os.environ):
+        yield sys.stdout
+    else:
+        with os.fdopen(os.dup(2), "w", buffering=1) as stream:
+            yield stream

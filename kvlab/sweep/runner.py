@@ -25,7 +25,7 @@ from kvlab.search.space import Space
 from kvlab.subject import BASELINE, LocalSubject
 from kvlab.sweep.arms import Arm, arms
 from kvlab.sweep.document import SCHEMA, Plan, written
-from kvlab.sweep.kernel import live_stderr
+from kvlab.sweep.kernel import telling
 from kvlab.sweep.places import default_root
 from kvlab.sweep.result import SweepRun
 from kvlab.sweep.settings import SweepConfig
@@ -46,7 +46,7 @@ def run_sweep(
     writable(root)
     plan = make_plan(config)
     run = start(plan, root)
-    with live_stderr() as stream:
+    with telling() as stream:
         print(f"run: {run.path}", file=stream)
         planned = _planned_rows(plan)
         _execute(plan, run, show(run, planned) if show else Progress(planned, quiet=quiet, stream=stream))

@@ -14,7 +14,7 @@ from kvlab.runs import Run, listing
 from kvlab.search import engine
 from kvlab.search.engine import Session
 from kvlab.search.settings import UsageError, writable
-from kvlab.sweep.kernel import live_stderr
+from kvlab.sweep.kernel import telling
 from kvlab.sweep.places import default_root
 from kvlab.sweep.result import SweepRun
 from kvlab.sweep.settings import SpotConfig
@@ -35,7 +35,7 @@ def run_search(
     if not config.memo:
         session.memo = None
     run = _unfinished(session, root) or engine.start(session, root)
-    with live_stderr() as stream:
+    with telling() as stream:
         print(f"run: {run.path}\n{engine.forecast(run)}", file=stream)
         lines = partial(_lines, stream, quiet)
         engine.execute(session, run, show=show or lines)

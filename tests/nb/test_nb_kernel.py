@@ -49,6 +49,7 @@ live.updates
     "import sys\n[m for m in ('torch', 'transformers', 'nbformat', 'jsonschema', 'papermill') if m in sys.modules]",
     "session.out_of_order is None",
     "nb.load(run)",
+    "from kvlab.sweep.kernel import telling\nwith telling() as stream:\n    print('run: there', file=stream)",
 ]
 
 
@@ -167,6 +168,18 @@ def test_a_watched_kernel_warns_of_disorder_and_draws_one_bar(kernel):
 
     said = execute("from matplotlib.figure import Figure\nf = Figure(); f.subplots().plot([1, 2]); f")
     assert "image/png" in said[-1]["data"]  # no pyplot and no magic needed
+
+
+def test_a_run_tells_a_watched_notebook_in_black_and_papermill_on_the_terminal(kernel, piped):
+    execute, _ = kernel
+    said = execute(
+        "from kvlab.sweep.kernel import telling\nwith telling() as stream:\n    print('run: here', file=stream)"
+    )
+    assert [(m["name"], m["text"]) for m in said if m["type"] == "stream"] == [("stdout", "run: here\n")]
+    # the cell of the piped notebook that does the same
+    assert "run: there" in piped[1]
+    (shown,) = outputs(piped, 6)
+    assert (shown["name"], "".join(shown["text"])) == ("stderr", "run: there\n")
 
 
 def test_the_same_places_from_every_folder(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from kvlab import progress as module
 from kvlab.nb import bars
 from kvlab.progress import Moment, Progress, form
+from kvlab.sweep.kernel import watched
 
 
 class Clock:
@@ -86,7 +87,7 @@ def test_drawn_ones_are_throttled_and_end_at_100(clock):
     ],
 )  # fmt: skip
 def test_who_looks_on(environ, found):
-    assert bars.watched(environ) is found
+    assert watched(environ) is found
 
 
 def test_the_bar_is_plain_html_with_words():
