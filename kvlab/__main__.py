@@ -7,6 +7,8 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from kvlab.piping import while_read
+
 
 def _search(rest: Sequence[str]) -> int:
     from kvlab.search.__main__ import main
@@ -88,6 +90,9 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "gc": (_gc, "give room back: unfinished runs, cached things unused for longest"),
 }
 
+# What only prints what lies there: long lists, which people pipe into others.
+READ = {"ls", "show", "compare", "gc", "report"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Hand over to a command; returns its exit code."""
@@ -104,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(words[0], COMMANDS, 1, cutoff=0.0)[0]
         print(f"error: unknown command {words[0]!r}; nearest is {near!r}\n\n{_help()}", file=sys.stderr)
         return 2
-    return COMMANDS[words[0]][0](words[1:])
+    command, _ = COMMANDS[words[0]]
+    return while_read(lambda: command(words[1:])) if words[0] in READ else command(words[1:])
 
 
 def _help() -> str:

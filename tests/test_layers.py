@@ -65,7 +65,20 @@ FLOORS: dict[str, float] = {
 }
 # Beside the tower: no torch, no transformers, and of kvlab only each other. Floors from 4 on may use them.
 BESIDE = {
-    *("evals", "folders", "memo", "progress", "provenance", "report", "runs", "sandbox", "stats", "stopping", "study"),
+    *(
+        "evals",
+        "folders",
+        "memo",
+        "piping",
+        "progress",
+        "provenance",
+        "report",
+        "runs",
+        "sandbox",
+        "stats",
+        "stopping",
+        "study",
+    ),
 }
 BESIDE_FROM = 4
 # Below everything: the standard library and itself only, so that anybody may say how it looks.

@@ -1,8 +1,11 @@
 """`python -m kvlab`: one line for each command, nothing heavy before one is chosen."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -23,6 +26,7 @@ def test_help_lists_every_command_with_one_line(capsys):
 def test_help_loads_nothing_heavy(argv):
     code = f"""
 import sys
+import time
 from kvlab.__main__ import main
 try:
     main({argv!r})
@@ -68,3 +72,35 @@ def test_runs_are_listed_with_state_and_verdict(tmp_path, capsys):
     assert main(["ls", str(tmp_path), "--json"]) == 0
     assert [r["state"] for r in json.loads(capsys.readouterr().out)] == ["done", "interrupted"]
     assert main(["ls", str(tmp_path / "none")]) == 2
+
+
+def test_caches_are_listed_longest_unused_first(tmp_path, capsys):
+    for kind, name, size, days in (("centres", "c.safetensors", 10, 20), ("snapshots", "s.safetensors", 400, 30)):
+        path = tmp_path / kind / name
+        path.parent.mkdir()
+        path.write_bytes(b"x" * size)
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+    assert main(["ls", "--caches", "--cache", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(t["kind"], t["name"], t["bytes"], round(t["unused_days"])) for t in found] == [
+        ("snapshots", "s", 400, 30),
+        ("centres", "c", 10, 20),
+    ]
+    assert main(["ls", "--caches", "--cache", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[2:4] for line in out.splitlines()] == [["snapshots", "s,"], ["centres", "c,"]]
+    assert err == f"2 things, 410 B, in {tmp_path}\n"
+
+
+def test_a_reader_that_has_read_enough_ends_it_quietly(tmp_path):
+    (tmp_path / "snapshots").mkdir()
+    for n in range(1500):  # more than a pipe holds
+        (tmp_path / "snapshots" / f"{n:0100d}").touch()
+    command = [sys.executable, "-m", "kvlab", "ls", "--caches", "--cache", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        assert "snapshots" in process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 128 + signal.SIGPIPE

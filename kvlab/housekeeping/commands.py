@@ -16,11 +16,18 @@ if TYPE_CHECKING:
 
 
 def ls(rest: Sequence[str]) -> int:
-    """List runs, newest last."""
-    p = argparse.ArgumentParser(prog="python -m kvlab ls", description="List the runs under a folder, newest last.")
+    """List runs, newest last, or what is cached."""
+    p = argparse.ArgumentParser(
+        prog="python -m kvlab ls", description="List the runs under a folder, newest last, or what is cached."
+    )
     p.add_argument("root", type=Path, nargs="?", default=Path("runs"), help="folder of run folders (default: runs)")
+    kinds = "models, scores, centres and snapshots that are kept to be used again, longest unused first"
+    p.add_argument("--caches", action="store_true", help=kinds)
+    p.add_argument("--cache", type=Path, help="the cache folder (default: $KVLAB_CACHE, else ~/.cache/kvlab)")
     p.add_argument("--json", action="store_true", help="print one JSON list")
     args = p.parse_args(rest)
+    if args.caches:
+        return _ls_caches(args)
     if not args.root.is_dir():
         return _fail(f"no folder {args.root}: name the one that --out named", 2)
     from kvlab.runs import listing
@@ -35,6 +42,21 @@ def ls(rest: Sequence[str]) -> int:
         print(f"no runs under {args.root}", file=sys.stderr)
     else:
         print(found.fillna("-").to_string(index=False))
+    return 0
+
+
+def _ls_caches(args: argparse.Namespace) -> int:
+    from kvlab.folders import cache_root
+    from kvlab.housekeeping.room import caches
+
+    root = cache_root(args.cache)
+    things = [thing for thing, _ in caches(root).staying]
+    if args.json:
+        print(json.dumps([_described(thing) for thing in things]))
+        return 0
+    _list(things)
+    total = sum(thing.bytes for thing in things)
+    print(f"{len(things)} things, {_size(total)}, in {root}", file=sys.stderr)
     return 0
 
 
@@ -177,30 +199,41 @@ def _plan(args: argparse.Namespace) -> "Plan":
 def _gc_document(
     args: argparse.Namespace, plan: "Plan", gone: list["Thing"], left: list[tuple["Thing", str]]
 ) -> dict[str, Any]:
-    named = [{"kind": t.kind, "name": t.name, "bytes": t.bytes, "unused_days": t.unused_s / 86_400} for t in gone]
     return {
         "schema": "kvlab.gc/1",
         "deleted": args.delete,
         "bytes": sum(t.bytes for t in gone),
-        "going": named,
+        "going": [_described(thing) for thing in gone],
         "staying": [{"kind": t.kind, "name": t.name, "bytes": t.bytes, "why": w} for t, w in [*plan.staying, *left]],
     }
 
 
-def _show_gc(args: argparse.Namespace, plan: "Plan", gone: list["Thing"]) -> None:
-    from kvlab.report.document import size
+def _described(thing: "Thing") -> dict[str, Any]:
+    return {"kind": thing.kind, "name": thing.name, "bytes": thing.bytes, "unused_days": thing.unused_s / 86_400}
 
-    for thing in gone:
+
+def _list(things: Sequence["Thing"]) -> None:
+    for thing in things:
         state = f", {thing.why}" if thing.why else ""
         days = f"unused for {thing.unused_s / 86_400:.1f} days"
-        print(f"{size(thing.bytes):>22}  {thing.kind:<9} {thing.name}{state}, {days}")
+        print(f"{_size(thing.bytes):>22}  {thing.kind:<9} {thing.name}{state}, {days}")
+
+
+def _size(count: int) -> str:
+    from kvlab.report.document import size
+
+    return size(count)
+
+
+def _show_gc(args: argparse.Namespace, plan: "Plan", gone: list["Thing"]) -> None:
+    _list(gone)
     for thing, why in plan.staying:
         if thing.kind == "run":
             print(f"keeps {thing.name}: {why}", file=sys.stderr)
     kept = sum(thing.bytes for thing, _ in plan.staying)
-    total = size(sum(thing.bytes for thing in gone))
+    total = _size(sum(thing.bytes for thing in gone))
     verb = "deleted" if args.delete else "would be deleted; add --delete to do it"
-    print(f"{len(gone)} things, {total}, {verb}. {size(kept)} stay.")
+    print(f"{len(gone)} things, {total}, {verb}. {_size(kept)} stay.")
 
 
 def _named(p: argparse.ArgumentParser, metavar: str, count: int | str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlab.piping import while_read
+
 if TYPE_CHECKING:
     from kvlab.report.check import Checked
     from kvlab.runs import Run
@@ -214,4 +216,4 @@ def _fail(error: Exception, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(while_read(main))
