@@ -171,7 +171,7 @@ def study(world: World, seed: Sequence[int]) -> Outcome:
         warnings.simplefilter("ignore")  # optuna's, about what is experimental
         race = racer.run(world.trials, world.batch, list(anchors.values()), None)
     size = {t.config.id: where.workload.bytes(t.config, where.shape) for t in race.trials if t.config}
-    chosen = finalists(race, len(searched), size)
+    chosen = finalists(race, len(searched), size, first=racer.safest(race))
     fresh, margin = _items("confirm", world.confirm_items), confirm.Margin.planned(world.confirm_items)
     verdicts = confirm.judge_arms(book, fresh, [*chosen, anchors["int8"]], where.control(), margin)
     again = functools.partial(_items, "replicate", world.confirm_items)

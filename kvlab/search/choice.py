@@ -42,9 +42,13 @@ def front(race: "Race", n_items: int, size: Mapping[str, int]) -> list["Trial"]:
     return [trial for _, _, trial in kept]
 
 
-def finalists(race: "Race", n_items: int, size: Mapping[str, int], limit: int = FINALISTS) -> list[KVConfig]:
-    """The best score, then up to `limit` in all of what the front has that is clearly smaller each time."""
-    kept: list[KVConfig] = []
+def finalists(
+    race: "Race", n_items: int, size: Mapping[str, int], limit: int = FINALISTS, *, first: KVConfig | None = None
+) -> list[KVConfig]:
+    """`first`, by default the best score; then up to `limit` in all of what the front has that is clearly smaller each
+    time.
+    """
+    kept = [] if first is None else [first]
     for config in _configs(front(race, n_items, size)):
         if not kept or size[config.id] <= _SMALLER * size[kept[-1].id]:
             kept.append(config)

@@ -26,6 +26,8 @@ from kvlab.subject import BASELINE
 ROLE = "search"
 # A trial waits when it is behind its rival by this many standard errors of the paired difference.
 _FAR_BEHIND = 2.0
+# Scores no further apart than this many are not told from each other (the one-standard-error rule of model selection).
+_ALIKE = 1.0
 # How many of the best get all items in the end; where a whole front is wanted, as many again.
 _PROMOTED = 4
 _DIRECTIONS: tuple[Literal["minimize"], ...] = ("minimize", "minimize")  # the score; bytes and score
@@ -176,7 +178,7 @@ class Racer:
                 self.stopped[config.id] = rival.id
                 continue
             rival = self._rival(config, known, mean)
-            if rival is None or not _far_behind(self._rounds(config, rival, items)):
+            if rival is None or _behind(self._rounds(config, rival, items)) <= _FAR_BEHIND:
                 left.append(config)
         half = max(1, math.ceil(len(alive) / 2))
         if not self.front:
@@ -222,6 +224,21 @@ class Racer:
         else:
             self.study.tell(asked, [float(self.size(config)), value] if self.front else value)
 
+    def safest(self, race: Race) -> KVConfig | None:
+        """Of the trials whose score is not told from the best one's, the nearest to the full cache by KL; the better
+        score where KL is equal, or unknown as of decoded answers. None where no trial saw every item.
+
+        The best of many scores is lucky, by large swings of a few answers. KL is taken over all answer tokens and grows
+        with the damage itself, so it tells apart what scores cannot.
+        """
+        complete = [t for t in race.feasible().values() if t.config is not None and self.complete(t.config)]
+        scored = {t.config: t.value for t in complete if t.config and t.value is not None and math.isfinite(t.value)}
+        if not scored:
+            return None
+        best = min(scored, key=lambda c: scored[c])
+        alike = [c for c in scored if _behind(self._rounds(c, best, self.items.items)) <= _ALIKE]
+        return min(alike, key=lambda c: (self.distance(c), scored[c]))
+
     # -- scores --------------------------------------------------------------------------------------------------
 
     def _scored(self, config: KVConfig) -> list[Item]:
@@ -251,15 +268,21 @@ class Racer:
             groups.setdefault(item.family, []).append(item)
         return groups
 
+    def distance(self, config: KVConfig) -> float:
+        """Family-balanced mean KL to the full cache over all items, in nats; infinite where a row has none."""
+        groups = self.by_family(self.items.items).values()
+        kls = [[self.book.get(ROLE, config, i).kl for i in group] for group in groups]
+        return float(np.mean([np.mean([math.inf if kl is None else kl for kl in group]) for group in kls]))
+
     def value(self, config: KVConfig) -> float:
         """The search score over every item this config was given. Optimistic: the best of many is lucky."""
         return self._mean(config, self._scored(config))
 
 
-def _far_behind(rounds: Sequence[Sequence[float]]) -> bool:
-    """By the mean of paired differences, against its standard error over items. No test: nothing is claimed by it."""
+def _behind(rounds: Sequence[Sequence[float]]) -> float:
+    """Mean of paired differences in standard errors over items; 0 of fewer than two. No test: it claims nothing."""
     differences = [d for row in rounds for d in row]
     if len(differences) < 2:
-        return False
-    error = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
-    return float(np.mean(differences)) > _FAR_BEHIND * error
+        return 0.0
+    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+    return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0

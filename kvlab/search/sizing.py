@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvlab import stats
 from kvlab.book import SCORE_ERRORS
 from kvlab.config import KVConfig
 from kvlab.evals.item import EvalSet, Item
@@ -128,9 +129,10 @@ def fit(
     total -= (layer_rows(*layers) or 0) * speed.row_s
     per_confirm = families * (speed.prefill_s + arms * speed.row_s)
     confirm = max(_MIN_CONFIRM, min(_MAX_CONFIRM, int(total * _CONFIRM_SHARE / per_confirm)))
-    # A fifth more items is a fair price for the next smaller margin.
-    steps = [least_items(margin) for margin in reversed(MARGINS)]
-    confirm = next((least for least in steps if confirm < least <= 1.2 * confirm), confirm)
+    # A fifth more items is a fair price for a margin at which a config holds that lost one answer: near the fewest
+    # items of a margin only a config without any flip does, which hardly any is.
+    steps = [n for m in reversed(MARGINS) if stats.planned_margin(n := stats.forgiving_items(m)) == m]
+    confirm = next((enough for enough in steps if confirm < enough <= 1.2 * confirm), confirm)
     search_s = total * _SEARCH_SHARE
     per_item = families * (speed.prefill_s + (anchors + 1) * speed.row_s)
     items = next((n for n in (64, 48, 32, 24, 16) if n * per_item <= 0.6 * search_s), 8)

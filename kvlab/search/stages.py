@@ -118,7 +118,7 @@ def _chosen(mode: str, race: Race, racer: Racer, n_items: int) -> list[KVConfig]
     """Who is judged, from the largest to the smallest."""
     size = {t.config.id: racer.size(t.config) for t in race.trials if t.config}
     if mode == "best":
-        return finalists(race, n_items, size)
+        return finalists(race, n_items, size, first=racer.safest(race))
     choose = spread if mode == "map" else sequence
     return choose(front(race, n_items, size), size)
 

@@ -9,7 +9,7 @@ from kvlab.stats.exact import critical_z, pass_rate, unconditional_p
 from kvlab.stats.intervals import Estimate, macro, pooled, sample_error, wilson
 from kvlab.stats.multiple import fixed_sequence, holm
 from kvlab.stats.paired import mcnemar_p, tango_interval, tango_z
-from kvlab.stats.power import MARGINS, least_items, n_needed, planned_margin
+from kvlab.stats.power import MARGINS, forgiving_items, least_items, n_needed, planned_margin
 from kvlab.stats.verdict import (
     BASELINE_RANGE,
     VERDICTS,
@@ -37,6 +37,7 @@ __all__ = [
     "control_failed",
     "critical_z",
     "fixed_sequence",
+    "forgiving_items",
     "holm",
     "judge",
     "judge_family",

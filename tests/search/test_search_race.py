@@ -320,7 +320,7 @@ def _sizes(**sizes: int) -> dict[str, int]:
     return {CONFIGS[name].id: size for name, size in sizes.items()}
 
 
-def _chosen(found: Race, sizes: dict[str, int], **more: int) -> list[str]:
+def _chosen(found: Race, sizes: dict[str, int], **more: Any) -> list[str]:
     names = {c.id: name for name, c in CONFIGS.items()}
     return [names[c.id] for c in finalists(found, 24, sizes, **more)]
 
@@ -349,6 +349,66 @@ def test_equal_scores_prefer_the_smaller_and_equal_sizes_the_better() -> None:
 def test_a_negative_or_zero_value_is_a_value() -> None:
     found = _trials(("a", 0.0, 24, "scored"), ("b", -0.2, 24, "scored"), ("c", 0.1, 24, "scored"))
     assert _chosen(found, _sizes(a=50, b=60, c=40)) == ["b", "a", "c"]
+
+
+def test_a_first_finalist_is_followed_by_what_is_clearly_smaller() -> None:
+    found = _trials(
+        ("a", 0.1, 24, "scored"), ("b", 0.0, 24, "scored"), ("c", 0.2, 24, "scored"), ("d", 0.3, 24, "scored")
+    )
+    sizes = _sizes(a=100, b=97, c=80, d=79)
+    assert _chosen(found, sizes) == ["b", "c"]
+    assert _chosen(found, sizes, first=CONFIGS["a"]) == ["a", "c"]
+    assert _chosen(found, _sizes(a=100, b=60, c=50, d=49), first=CONFIGS["a"]) == ["a", "b", "c"]
+    assert _chosen(found, sizes, first=CONFIGS["d"]) == ["d"]
+
+
+def _scored_race(root: Any, rows: dict[str, tuple[float, float, float | None]]) -> tuple[Race, Racer]:
+    """Configs with so many extra nats, a scatter of them over items, and a KL; all items scored."""
+    told = {CONFIGS[name].id: row for name, row in rows.items()}
+
+    def nll(config: KVConfig, item: Item) -> float:
+        extra, scatter, _ = told.get(config.id, (0.0, 0.0, None))
+        own = 1 + standin.luck("item", item.id)
+        return own + extra + scatter * (standin.luck(config.id, item.id) - 0.5)
+
+    def kl(config: KVConfig, item: Item) -> float | None:
+        known = told[config.id][2]
+        return None if known is None else known * (1 + standin.luck(item.id))
+
+    racer = Racer(
+        space(),
+        standin.book(root, StandIn(SHAPE, nll, kl=kl)),
+        SEARCH,
+        n_items=N_ITEMS,
+        seed=0,  # type: ignore[arg-type]
+    )
+    racer.book.ensure(ROLE, SEARCH.items, [BASELINE, *(CONFIGS[name] for name in rows)])
+    racer._sd = dict.fromkeys(SEARCH.families, 1.0)
+    found = _trials(*((name, racer.value(CONFIGS[name]), len(SEARCH), "scored") for name in rows))
+    return found, racer
+
+
+def test_of_scores_that_luck_may_have_ordered_the_nearest_to_the_full_cache_is_the_safest(tmp_path) -> None:
+    rows = {"a": (-0.06, 0.4, 0.016), "b": (0.0, 0.4, 0.004), "c": (0.5, 0.4, 0.001), "d": (0.01, 0.4, 0.009)}
+    found, racer = _scored_race(tmp_path, rows)
+    values = {n: racer.value(CONFIGS[n]) for n in rows}
+    assert min(values, key=lambda n: values[n]) == "a"
+    assert racer.safest(found) == CONFIGS["b"]  # c is nearer still, and its score is clearly behind
+    assert racer.distance(CONFIGS["b"]) == pytest.approx(0.004 * 1.5, rel=0.2)
+    unseen = [t for t in found.trials if t.config != CONFIGS["b"]]
+    # d is nearer than a, and 1.5 standard errors behind
+    assert racer.safest(Race(tuple(unseen), (2, 4, 8))) == CONFIGS["a"]
+
+
+def test_scores_that_do_not_scatter_are_told_apart(tmp_path) -> None:
+    found, racer = _scored_race(tmp_path, {"a": (0.0, 0.0, 0.016), "b": (0.001, 0.0, 0.004), "c": (0.0, 0.0, 0.01)})
+    assert racer.safest(found) == CONFIGS["c"]
+
+
+def test_without_kl_the_best_score_is_the_safest_and_without_a_score_there_is_none(tmp_path) -> None:
+    found, racer = _scored_race(tmp_path, {"a": (0.02, 0.4, None), "b": (-0.05, 0.4, None)})
+    assert racer.safest(found) == CONFIGS["b"]
+    assert racer.safest(_trials(("a", None, 24, "failed"), ("g", 0.1, 4, "scored"))) is None
 
 
 def test_finalists_of_a_race_shrink_and_fit(usual) -> None:

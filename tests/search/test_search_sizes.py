@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from kvlab import stats
 from kvlab.codecs import Affine
 from kvlab.config import KVConfig
 from kvlab.evals.sampling import GREEDY, Sampling
@@ -204,6 +205,33 @@ def test_more_arms_and_longer_trials_leave_less_for_each() -> None:
     usual, front = fit(20, speed, 3, 5), fit(20, speed, 3, 5, arms=10, seen=0.75)
     assert front.confirm_items < usual.confirm_items
     assert front.trials < usual.trials
+
+
+@pytest.mark.parametrize(
+    ("affordable", "planned"),
+    [
+        (29, 29),
+        (38, 38),
+        (39, 46),
+        (46, 46),
+        (58, 58),
+        (60, 60),
+        (78, 93),
+        (98, 98),
+        (130, 130),
+        (200, 236),
+        (250, 250),
+    ],
+)
+def test_a_fifth_more_items_are_planned_where_they_forgive_a_lost_answer(affordable, planned) -> None:
+    # One family, one arm, nothing but the confirmation's share: as many items as that affords.
+    sizes = fit((affordable + 0.5) / 60 / 0.38, Speed(0.5, 0.5), 1, 5, arms=1)
+    assert sizes.confirm_items == planned
+    if planned > affordable:
+        for n, verdict in ((planned, "HOLDS"), (affordable, "INCONCLUSIVE")):
+            base = tuple(float(i % 2 == 0) for i in range(n))
+            lost_one = stats.Paired(tuple(map(str, range(n))), base, (0.0, *base[1:]))
+            assert stats.judge_family(lost_one, stats.planned_margin(n), control_failed=True).verdict == verdict
 
 
 def test_a_slow_machine_still_gets_enough_items_for_a_verdict() -> None:

@@ -3,7 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from kvlab.stats import MARGINS, least_items, n_needed, pass_rate, planned_margin, tango_z, unconditional_p
+from kvlab.stats import (
+    MARGINS,
+    forgiving_items,
+    least_items,
+    n_needed,
+    pass_rate,
+    planned_margin,
+    tango_interval,
+    tango_z,
+    unconditional_p,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,15 @@ def test_fewest_items_that_show_anything(margin, least):
     assert unconditional_p(tango_z(0, 0, least, -margin), least, -margin) <= 0.05
     assert unconditional_p(tango_z(0, 0, least - 1, -margin), least - 1, -margin) > 0.05
     assert least_items(margin, alpha=0.01) > least
+
+
+@pytest.mark.parametrize(("margin", "least"), [(0.10, 46), (0.05, 93), (0.03, 157), (0.02, 236)])
+def test_fewest_items_that_forgive_one_lost_answer(margin, least):
+    assert forgiving_items(margin) == least
+    assert tango_interval(1, 0, least)[0] > -margin
+    assert unconditional_p(tango_z(1, 0, least, -margin), least, -margin) <= 0.05
+    assert unconditional_p(tango_z(1, 0, least - 1, -margin), least - 1, -margin) > 0.05
+    assert forgiving_items(margin, alpha=0.01) > least
 
 
 @given(st.integers(29, 600))
