@@ -147,6 +147,12 @@ def warnings(result: Mapping) -> list[str]:
     lost = [e.get("label", e["config_id"]) for e in searched(result) if not _scored(e)]
     if lost:
         lines.append(f"{len(lost)} configs have no finite score and are not drawn: {', '.join(lost[:8])}.")
+    looks = len(result.get("ledger") or [])
+    if looks > 1:
+        some = f"one of {looks} in up to {min(5 * looks, 100)}%"
+        lines.append(
+            f"This was look {looks} at these items: each errs in up to 5%, {some}. Another seed draws fresh ones."
+        )
     return [*lines, *(str(note) for note in result.get("notes") or [])]
 
 

@@ -94,6 +94,23 @@ def test_trials_without_a_finite_score_are_counted_and_named(search):
     assert doc.warnings(odd)[0] == "2 configs have no finite score and are not drawn: K4V2 g32, int2 g32."
 
 
+@pytest.mark.parametrize(
+    ("looks", "words"),
+    [
+        (0, None),
+        (1, None),
+        (2, "look 2 at these items: each errs in up to 5%, one of 2 in up to 10%"),
+        (30, "up to 100%"),
+    ],
+)
+def test_a_later_look_at_the_same_items_is_said(search, looks, words):
+    told = [
+        line for line in doc.warnings(search | {"ledger": [{"look": n + 1} for n in range(looks)]}) if "look" in line
+    ]
+    assert len(told) == (words is not None)
+    assert words is None or words in told[0]
+
+
 def test_an_open_verdict_says_how_many_items_would_decide(search):
     open_ = altered(search, verdict=["INCONCLUSIVE"] * 3) | {"winner": None, "verdict": "INCONCLUSIVE"}
     open_ = copy.deepcopy(open_)
