@@ -70,6 +70,12 @@ def _compare(rest: Sequence[str]) -> int:
     return compare(rest)
 
 
+def _reproduce(rest: Sequence[str]) -> int:
+    from kvlab.reproduce import main
+
+    return main(rest)
+
+
 def _gc(rest: Sequence[str]) -> int:
     from kvlab.housekeeping.commands import gc
 
@@ -87,6 +93,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "ls": (_ls, "list runs with their state and verdict"),
     "show": (_show, "say what a run is: settings, verdict, counters, files"),
     "compare": (_compare, "compare runs on the items they share"),
+    "reproduce": (_reproduce, "score rows of a run again, and say what differs"),
     "gc": (_gc, "give room back: unfinished runs, cached things unused for longest"),
 }
 
@@ -114,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<8} {line}" for name, (_, line) in COMMANDS.items()]
+    lines = [f"  {name:<9} {line}" for name, (_, line) in COMMANDS.items()]
     head = "usage: python -m kvlab COMMAND [...]\n\nHow far can a model's KV cache be compressed before accuracy stops?"
     foot = "Each command has --help. python -m kvlab.COMMAND is the same, but for ls, show, compare and gc."
     return "\n".join([head, "", *lines, "", foot])

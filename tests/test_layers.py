@@ -59,6 +59,7 @@ FLOORS: dict[str, float] = {
     "bench": 6.2,  # simulates whole searches
     "sweep": 6.5,  # the search's sizes, sessions and documents, for formats named beforehand
     "nb": 6.7,  # sweeps' kernel and places, runs, reports
+    "reproduce": 6.8,
     "worker": 6.8,
     "housekeeping": 6.9,
     "__main__": 7,

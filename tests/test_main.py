@@ -19,7 +19,7 @@ def test_help_lists_every_command_with_one_line(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     for name, (_, line) in COMMANDS.items():
-        assert f"  {name:<8} {line}\n" in printed
+        assert f"  {name:<9} {line}\n" in printed
 
 
 @pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)])
@@ -50,7 +50,7 @@ def test_an_unknown_command_names_the_nearest(word, near, capsys):
 def test_no_command_lists_them_all(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {name:<8} {line}\n" in printed for name, (_, line) in COMMANDS.items())
+    assert all(f"  {name:<9} {line}\n" in printed for name, (_, line) in COMMANDS.items())
     assert {"ls", "show", "compare", "gc", "report"} <= set(COMMANDS)
 
 

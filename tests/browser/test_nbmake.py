@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -81,9 +82,14 @@ def test_all_pass_and_runs_are_those_of_papermill(model, tmp_path, monkeypatch) 
     assert run.returncode == 0, run.stdout[-4000:]
     assert f"{len(SMALL)} passed" in run.stdout
     monkeypatch.chdir(ROOT)
-    for path in (path for path in paths if path.stem.startswith(WITH_RUNS)):
-        runs = tmp_path / "papermill" / path.stem
-        papermill.execute_notebook(
-            str(path), str(tmp_path / "done.ipynb"), parameters=given(path, model, runs), progress_bar=False
-        )
-        assert asked(runs) == asked(tmp_path / "made" / path.stem) != set()
+
+    def executed(path: Path) -> set[str]:
+        runs, out = tmp_path / "papermill" / path.stem, tmp_path / f"{path.stem}.ipynb"
+        papermill.execute_notebook(str(path), str(out), parameters=given(path, model, runs), progress_bar=False)
+        return asked(runs)
+
+    with_runs = [path for path in paths if path.stem.startswith(WITH_RUNS)]
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(with_runs, pool.map(executed, with_runs), strict=True))
+    assert found == {path: asked(tmp_path / "made" / path.stem) for path in with_runs}
+    assert all(found.values())
