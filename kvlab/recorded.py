@@ -1,12 +1,17 @@
-"""The configs of a run by id: what the `config_id` of every row stands for, so that each can be run again.
+"""What the rows of a run stand for: its configs and its items by id, so that every row can be scored again.
 
-`configs.json` (schema kvlab.configs/1) is written before the first row of a config is.
+Configs lie in `configs.json` (schema kvlab.configs/1), written before their first row is. Items are made anew from what
+the run was asked, and held against the hash that it noted.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvlab.config import KVConfig
+from kvlab.evals.draft import estimate_tokens
+from kvlab.evals.item import Item
+from kvlab.evals.ruler.fit import Count
+from kvlab.evals.sets import choose
 from kvlab.runs import Run
 
 SCHEMA = "kvlab.configs/1"
@@ -48,3 +53,33 @@ def named(run: Run, name: str) -> KVConfig:
     near = difflib.get_close_matches(name, known, 1, cutoff=0.0)
     hint = f"nearest is {near[0]!r}" if near else "it has no config on record"
     raise ValueError(f"{run.path.name} scored no config {name!r}; {hint}")
+
+
+def items_of(run: Run, splits: Iterable[str], count: Count = estimate_tokens) -> dict[str, Item]:
+    """Items of these splits, by id. `count` is for tasks of a fixed length in tokens.
+
+    Raises ValueError where they are not those of the run: another version, or a set that changed.
+    """
+    request, noted = run.config["request"], run.read_json("provenance.json")["evalset"]
+    sizes = run.config.get("sizes") or {"confirm_items": request["items"]}
+    asked, found = choose(request["sets"]), {}
+    for split in splits:
+        n, most = (
+            sizes["search_items" if split == "search" else "confirm_items"],
+            asked.most(request["families"], split),
+        )
+        made = asked.build(
+            request["families"],
+            split=split,
+            n=n if most is None or split == "confirm" else min(n, most),
+            seed=request["seed"],
+            query_aware=bool(request.get("query_aware")),
+            count=count,
+        )
+        if noted.get(split, made.sha256) != made.sha256:
+            raise ValueError(
+                f"the {split} items of {run.path.name} are not those that its request gives now (another version, or a "
+                "set that changed)"
+            )
+        found |= {item.id: item for item in made.items}
+    return found

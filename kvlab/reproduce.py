@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvlab.evals.item import Item
     from kvlab.evals.subject import ItemScore
     from kvlab.models import Loaded
     from kvlab.runs import Run
@@ -73,12 +72,13 @@ def again(
 ) -> Iterator[Again]:
     """Score rows of a run once more, item by item.
 
-    Raises UnlikeError where weights or items are others now, or where code would have to be run and may not be.
+    Raises UnlikeError where weights are others now, or where code would have to be run and may not be; ValueError where
+    items are.
     """
     from kvlab import models
     from kvlab.answering import scoring
     from kvlab.evals.sampling import Sampling
-    from kvlab.recorded import recorded
+    from kvlab.recorded import items_of, recorded
     from kvlab.subject import LocalSubject
 
     request, configs = run.config["request"], recorded(run)
@@ -89,7 +89,7 @@ def again(
         raise UnlikeError("some of these answers were run as code: pass --allow-code-exec to run them again, sandboxed")
     loaded = models.load(request["model"])
     _refuse_unlike(run, loaded)
-    items = _items(run, {r["split"] for r in rows}, loaded)
+    items = items_of(run, {r["split"] for r in rows}, lambda text: len(loaded.tokenizer.encode(text)))
     wanted: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["item_id"] not in items:
@@ -115,32 +115,6 @@ def _refuse_unlike(run: "Run", loaded: "Loaded") -> None:
     for what, now in (("weights_sha256", loaded.weights_sha256), ("dtype", loaded.dtype)):
         if then[what] != now:
             raise UnlikeError(f"{run.path.name} used {what} {then[what]}, {loaded.name} has {now} here")
-
-
-def _items(run: "Run", splits: set[str], loaded: "Loaded") -> dict[str, "Item"]:
-    """Items by id, made anew from what the run asked for and held against the hashes it noted."""
-    from kvlab.evals.sets import choose
-
-    request, noted = run.config["request"], run.read_json("provenance.json")["evalset"]
-    sizes = run.config.get("sizes") or {"confirm_items": request["items"]}
-    asked, found = choose(request["sets"]), {}
-    for split in splits:
-        n, most = (
-            sizes["search_items" if split == "search" else "confirm_items"],
-            asked.most(request["families"], split),
-        )
-        made = asked.build(
-            request["families"],
-            split=split,
-            n=n if most is None or split == "confirm" else min(n, most),
-            seed=request["seed"],
-            query_aware=bool(request.get("query_aware")),
-            count=lambda text: len(loaded.tokenizer.encode(text)),
-        )
-        if noted.get(split, made.sha256) != made.sha256:
-            raise UnlikeError(f"the {split} items of {run.path.name} are not those that its request gives now")
-        found |= {item.id: item for item in made.items}
-    return found
 
 
 def _different(row: Mapping[str, Any], now: "ItemScore", tolerance: float) -> Iterator[str]:

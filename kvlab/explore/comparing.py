@@ -12,9 +12,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlab import stats
-from kvlab.evals.item import Item
-from kvlab.evals.sets import choose
 from kvlab.explore.picture import INK, Picture, heat, legend, listed, mean, name, records, scale, sheet, split, styles
+from kvlab.recorded import items_of
 from kvlab.runs import Run
 
 ROLE = "confirm"
@@ -45,21 +44,6 @@ def _control(run: Run) -> str | None:
     if not (run.path / "result.json").exists():
         return None
     return ((run.read_json("result.json").get("controls") or {}).get("positive") or {}).get("config_id")
-
-
-def items_of(run: Run) -> dict[str, Item]:
-    """The items a run judged, made again from what it was asked and checked against the hash it recorded."""
-    request = run.config["request"]
-    count = request.get("items") or run.config["sizes"]["confirm_items"]
-    aware = bool(request.get("query_aware"))
-    asked = choose(request["sets"])
-    made = asked.build(request["families"], split=ROLE, n=count, seed=request["seed"], query_aware=aware)
-    if made.sha256 != _items_hash(run):
-        raise ValueError(
-            f"{run.path.name} judged other items than its request gives now (another version, or a set that changed): "
-            "their text cannot be shown"
-        )
-    return {item.id: item for item in made.items}
 
 
 def _items_hash(run: Run) -> str:
@@ -147,7 +131,7 @@ def hardest(run: Run, top: int = 12) -> Picture:
     shared = set.intersection(*(set(rows) for rows in arms.values()))
     added = {i: float(np.mean([arms[o][i]["nll"] - arms[base][i]["nll"] for o in others])) for i in shared}
     worst = sorted(shared, key=lambda i: (-added[i], i))[:top]
-    items = items_of(run)
+    items = items_of(run, [ROLE])
     rows = [
         {
             "item_id": i,

@@ -27,7 +27,7 @@ def forgiving_items(margin: float, *, alpha: float = 0.05) -> int:
     46, 93, 157 and 236 items for 10, 5, 3 and 2 points, by the unconditional test.
     """
     n = least_items(margin, alpha=alpha)
-    while unconditional_p(tango_z(1, 0, n, -margin), n, -margin) > alpha:
+    while unconditional_p(float(tango_z(1, 0, n, -margin)), n, -margin) > alpha:
         n += 1
     return n
 

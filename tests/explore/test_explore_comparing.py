@@ -7,7 +7,8 @@ import pytest
 
 from kvlab import explore, stats
 from kvlab.evals.sets import choose
-from kvlab.explore.comparing import items_of, judged
+from kvlab.explore.comparing import judged
+from kvlab.recorded import items_of
 from kvlab.runs import Run
 
 REQUEST = {"families": ["retrieval", "math"], "sets": ["default"], "seed": 0, "items": 3}
@@ -83,11 +84,11 @@ def test_the_hardest_items_come_first_with_their_text(run):
 
 
 def test_items_are_made_again_and_checked(run, tmp_path):
-    assert items_of(run) == {item.id: item for item in items().items}
+    assert items_of(run, ["confirm"]) == {item.id: item for item in items().items}
     other = write(tmp_path / "other", {"int8": {}})
     other.config["request"]["seed"] = 1
-    with pytest.raises(ValueError, match="other items than its request gives"):
-        items_of(other)
+    with pytest.raises(ValueError, match="are not those that its request gives now"):
+        items_of(other, ["confirm"])
 
 
 def test_two_runs_side_by_side(run, tmp_path):
