@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from kvlab.study.board import Board
@@ -81,6 +81,13 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _line(text: str, stream: TextIO) -> None:
+    """One line in one write: many workers share a log, and unbuffered, as containers like it, `print` ends a line with
+    a write of its own."""
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
 def _launch(args: argparse.Namespace) -> Any:
     from kvlab.study.recipes import Launch
 
@@ -112,12 +119,12 @@ def _work(args: argparse.Namespace) -> int:
 
         def say(line: str) -> None:
             if not args.quiet:
-                print(f"{board.me}: {line}", file=sys.stderr, flush=True)
+                _line(f"{board.me}: {line}", sys.stderr)
 
         say(f"joined {board.name}")
         tally = work(board, objective, stop=stop, idle_s=60 * args.idle, say=say)
     done = {"study": board.name, "worker": board.me, "units": tally.units, "reaped": tally.reaped, "why": tally.why}
-    print(json.dumps(done), flush=True)
+    _line(json.dumps(done), sys.stdout)
     return 130 if tally.why == "stopped" else 0
 
 

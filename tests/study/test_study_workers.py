@@ -147,6 +147,21 @@ def test_a_stopped_worker_gives_back_what_it_has_and_keeps_its_pieces(url, fresh
     assert len(unit.done) >= 1
 
 
+def test_every_line_of_a_worker_is_one_write(tmp_path, monkeypatch) -> None:
+    """Many share a log, and an unbuffered stream hands on each write as it comes."""
+    from kvlab.worker import main
+
+    writes: list[str] = []
+    stream = SimpleNamespace(write=writes.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    flags = ["--study", "s", "--storage", f"journal:{tmp_path}/a.log", "--simulate", "--trials", "3"]
+    assert main([*flags, "--seconds", "0"]) == 0
+    assert len(writes) >= 2
+    assert all(text.endswith("\n") and len(text) > 1 for text in writes)
+    assert json.loads(writes[-1])["units"] == 3
+
+
 def test_a_worker_refuses_another_study_of_the_same_name(tmp_path) -> None:
     from kvlab.worker import main
 
