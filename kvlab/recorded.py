@@ -64,10 +64,8 @@ def items_of(run: Run, splits: Iterable[str], count: Count = estimate_tokens) ->
     sizes = run.config.get("sizes") or {"confirm_items": request["items"]}
     asked, found = choose(request["sets"]), {}
     for split in splits:
-        n, most = (
-            sizes["search_items" if split == "search" else "confirm_items"],
-            asked.most(request["families"], split),
-        )
+        n = sizes["search_items" if split == "search" else "confirm_items"]
+        most = asked.most(request["families"], split)
         made = asked.build(
             request["families"],
             split=split,
